@@ -1,0 +1,84 @@
+"""Owns the `model` and `precision` sections of the config: every field, its unit and its range.
+
+Knows nothing of other sections; what must hold between fields is in `config/check.py`. Imports no torch.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_fp8.config.base import Section
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer, in Megatron's argument names."""
+
+    num_layers: int = Field(ge=1)
+    """Transformer layers of the whole model, over all pipeline stages."""
+    hidden_size: int = Field(ge=1)
+    """Width of the residual stream, in features."""
+    num_attention_heads: int = Field(ge=1)
+    """Query heads of each attention block, over all tensor-parallel ranks."""
+    num_query_groups: int | None = Field(default=None, ge=1)
+    """Key/value heads (grouped-query attention); null: as many as `num_attention_heads`."""
+    kv_channels: int | None = Field(default=None, ge=1)
+    """Features per head; null: hidden_size / num_attention_heads."""
+    ffn_hidden_size: int | None = Field(default=None, ge=1)
+    """Width of the MLP's inner layer in features; null: 4 x hidden_size."""
+    seq_length: int = Field(ge=1)
+    """Tokens per training sample."""
+    max_position_embeddings: int | None = Field(default=None, ge=1)
+    """Rows of the learned position table, in tokens; null: seq_length. Unused with RoPE."""
+    position_embedding_type: Literal["rope", "learned_absolute"] = "rope"
+    """How positions reach the model."""
+    rotary_base: float = Field(default=10000.0, gt=0)
+    """RoPE's base: the longest wavelength is 2 pi x rotary_base tokens."""
+    rotary_percent: float = Field(default=1.0, gt=0, le=1)
+    """Share of each head's features that RoPE rotates."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
+    """Kind of every norm."""
+    norm_epsilon: float = Field(default=1e-5, gt=0)
+    """Added to the variance inside every norm."""
+    activation: Literal["gelu", "geglu", "relu", "reglu", "srelu", "swiglu"] = "swiglu"
+    """MLP activation; the gated ones double the first MLP weight's rows."""
+    add_bias_linear: bool = False
+    """Biases on the linear layers."""
+    untie_embeddings_and_output_weights: bool = True
+    """Give the output head a weight of its own; false: it shares the word embedding's."""
+    fuse_qkv_params: bool = True
+    """One QKV weight; false: three (query, key, value), as TE offers both."""
+    hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability on the embedding and on each block's output."""
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability on the attention probabilities."""
+    init_method_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of the normal initialisation; output projections get it over sqrt(2 x num_layers)."""
+    vocab_size: int | None = Field(default=None, ge=1)
+    """Tokens of the vocabulary before padding; null: the tokenizer's size."""
+    make_vocab_size_divisible_by: int = Field(default=128, ge=1)
+    """The vocabulary is padded to a multiple of this times tensor_model_parallel_size."""
+    recompute_granularity: Literal["none", "full"] = "none"
+    """`full`: keep only each layer's input and compute the layer again in the backward pass."""
+    recompute_num_layers: int | None = Field(default=None, ge=0)
+    """With `full`: how many layers of each pipeline stage's chunk are recomputed; null: all."""
+
+
+class PrecisionConfig(Section):
+    """Number formats. Masters, gradients, reductions and optimizer state are FP32 in every mode."""
+
+    mode: Literal["fp32", "bf16", "fp8"] = "bf16"
+    """Format of the blocks' GEMMs: fp32, bf16, or fp8 (BF16 elsewhere)."""
+    fp8_recipe: Literal["delayed"] = "delayed"
+    """How FP8 scales are chosen; `delayed`: from the history of earlier steps' amaxes."""
+    fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
+    """hybrid: E4M3 in the forward, E5M2 in the backward pass; e4m3: E4M3 in both."""
+    fp8_margin: int = Field(default=0, ge=0)
+    """Head-room of the scale, in powers of two."""
+    fp8_amax_history_len: int = Field(default=1024, ge=1)
+    """Steps of amax history that the scale is computed from."""
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """The history's maximum, or its newest entry."""
+    amax_reduction: Literal["auto", "data_parallel", "tensor_and_data_parallel", "off"] = "auto"
+    """Ranks whose amaxes are reduced (maximum). auto: data-parallel (with context-parallel), plus tensor-parallel when its size is above 1."""
+    fp8_wgrad: bool = True
+    """Compute weight gradients in FP8; false: in BF16."""

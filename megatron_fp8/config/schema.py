@@ -1,0 +1,147 @@
+"""Owns the config's sections and fields: names, units, ranges, defaults. Key names are Megatron's.
+
+What must hold between fields is in `config/check.py`, where values come from in `config/load.py`, sizes that
+follow from them in `config/layout.py`. Imports no torch.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_fp8.config.base import Section
+from megatron_fp8.config.model import ModelConfig, PrecisionConfig
+
+__all__ = [
+    "Config",
+    "DataConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "RunConfig",
+    "TrainingConfig",
+]
+
+
+class RunConfig(Section):
+    """Where the run lives."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run and of its directory."""
+    root: str = "runs"
+    """Directory that run directories are made in, relative to where the program was started."""
+    new_name_if_exists: bool = False
+    """When the run directory exists, take NAME-2, NAME-3, ... instead of refusing."""
+
+
+class ParallelConfig(Section):
+    """How ranks share the work; data-parallel size is what is left of the world size."""
+
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share each layer."""
+    pipeline_model_parallel_size: int = Field(default=1, ge=1)
+    """Stages that the layers are divided into."""
+    virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=2)
+    """Model chunks per stage (interleaved schedule); null: one."""
+    context_parallel_size: Literal[1] = 1
+    """Ranks that share each sequence; only 1 is supported yet."""
+    sequence_parallel: bool = False
+    """Divide norms and dropout along the sequence over the tensor-parallel ranks."""
+    use_distributed_optimizer: bool = True
+    """Divide masters and optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters while the forward pass already runs (needs use_distributed_optimizer)."""
+    distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Collective library; auto: NCCL on GPUs, gloo elsewhere."""
+    distributed_timeout_minutes: float = Field(default=10.0, gt=0)
+    """Minutes after which a collective that does not end is an error."""
+    init_process_group_timeout_seconds: float = Field(default=300.0, gt=0)
+    """Seconds that ranks wait for each other at start."""
+
+
+class TrainingConfig(Section):
+    """Batches, length, evaluation."""
+
+    micro_batch_size: int = Field(ge=1)
+    """Samples per rank in one forward/backward pass."""
+    global_batch_size: int = Field(ge=1)
+    """Samples per optimizer step over all ranks."""
+    train_iters: int = Field(ge=1)
+    """Optimizer steps of the whole run."""
+    eval_interval: int = Field(default=1000, ge=0)
+    """Steps between evaluations; 0: only at the start and the end."""
+    eval_iters: int = Field(default=10, ge=0)
+    """Global batches per evaluation, always the same ones; 0: no evaluation."""
+    seed: int = Field(default=1234, ge=0)
+    """Seed of weights, sample order and dropout."""
+
+
+class OptimizerConfig(Section):
+    """AdamW with FP32 masters and moments, and its schedule."""
+
+    lr: float = Field(gt=0)
+    """Highest learning rate."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = "cosine"
+    """Form of the decay after the warm-up; WSD: constant, then a decay over the last lr_wsd_decay_iters."""
+    lr_warmup_iters: int = Field(default=0, ge=0)
+    """Steps of linear warm-up from lr_warmup_init."""
+    lr_warmup_init: float = Field(default=0.0, ge=0)
+    """Learning rate that the warm-up starts from."""
+    lr_decay_iters: int | None = Field(default=None, ge=1)
+    """Step at which the decay ends; null: train_iters."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Form of WSD's last phase."""
+    lr_wsd_decay_iters: int | None = Field(default=None, ge=1)
+    """Steps of WSD's last phase; needed with WSD."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the second moment."""
+    adam_eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0: no clipping."""
+
+
+class DataConfig(Section):
+    """Token files in Megatron's `.bin/.idx` format and the tokenizer that made them."""
+
+    train_data_path: list[str] = Field(default_factory=list)
+    """Prefixes of token files, or a blend: weight, prefix, weight, prefix, ..."""
+    valid_data_path: list[str] = Field(default_factory=list)
+    """The same for validation."""
+    tokenizer_model: str | None = None
+    """Path of the `tokenizer.json` that made the files."""
+    data_cache_path: str | None = None
+    """Directory for sample indices; null: beside the token files."""
+    num_workers: int = Field(default=1, ge=0)
+    """Background processes that read batches ahead, per data-parallel rank; 0: read in the loop."""
+    eod_mask_loss: bool = False
+    """Leave end-of-document tokens out of the loss."""
+
+
+class LoggingConfig(Section):
+    """What is written, and how often."""
+
+    log_interval: int = Field(default=10, ge=1)
+    """Steps between records of `metrics.jsonl` and lines of the console log."""
+
+
+class Config(Section):
+    """The whole config."""
+
+    run: RunConfig
+    model: ModelConfig
+    precision: PrecisionConfig = PrecisionConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    data: DataConfig = DataConfig()
+    logging: LoggingConfig = LoggingConfig()
