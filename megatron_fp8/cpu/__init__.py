@@ -1,0 +1,5 @@
+"""The stand-in that runs Transformer Engine and Megatron Core on CPUs. `install()` is the way in."""
+
+from megatron_fp8.cpu.install import describe, install, installed
+
+__all__ = ["describe", "install", "installed"]

@@ -1,0 +1,80 @@
+"""Autocast of device type "cuda" acts on the CPU's operations.
+
+A program that opens `torch.autocast("cuda", dtype)` or asks whether it is open must find one state for both device
+types, as there is one device. What dtype is used where is torch's CPU autocast policy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp import autocast_mode
+
+
+def _host_type(device_type: Any) -> Any:
+    return "cpu" if device_type == "cuda" else device_type
+
+
+def _patch_contexts() -> None:
+    original_init = torch.autocast.__init__
+
+    @functools.wraps(original_init)
+    def init(
+        self: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if dtype is None:
+            dtype = torch.get_autocast_dtype(device_type)
+        original_init(self, _host_type(device_type), dtype, enabled, cache_enabled)
+
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    for name in ("custom_fwd", "custom_bwd"):
+        mapped = _mapping_device_type(getattr(autocast_mode, name))
+        setattr(autocast_mode, name, mapped)
+        setattr(torch.amp, name, mapped)
+
+
+def _mapping_device_type(decorator: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(decorator)
+    def mapped(*args: Any, device_type: str, **kwargs: Any) -> Any:
+        return decorator(*args, device_type=_host_type(device_type), **kwargs)
+
+    return mapped
+
+
+def _patch_state() -> None:
+    is_enabled, get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    set_enabled, set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
+
+    def is_autocast_enabled(device_type: str = "cuda") -> bool:
+        return is_enabled(_host_type(device_type))
+
+    def get_autocast_dtype(device_type: str) -> torch.dtype:
+        # Outside a region the types keep their own defaults: float16 for cuda, bfloat16 for cpu.
+        return get_dtype(_host_type(device_type) if is_enabled("cpu") else device_type)
+
+    def set_autocast_enabled(*args: Any) -> None:
+        set_enabled("cpu" if len(args) == 1 else _host_type(args[0]), args[-1])
+
+    def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
+        set_dtype(device_type, dtype)
+        set_dtype(_host_type(device_type), dtype)
+
+    torch.is_autocast_enabled = is_autocast_enabled
+    torch.get_autocast_dtype = get_autocast_dtype
+    torch.set_autocast_enabled = set_autocast_enabled  # type: ignore[assignment]
+    torch.set_autocast_dtype = set_autocast_dtype
+    torch.get_autocast_gpu_dtype = lambda: get_autocast_dtype("cuda")
+    torch.set_autocast_gpu_dtype = lambda dtype: set_autocast_dtype("cuda", dtype)
+
+
+def patch_autocast() -> None:
+    """Make device type "cuda" of `torch.autocast` mean the CPU."""
+    _patch_contexts()
+    _patch_state()

@@ -1,0 +1,86 @@
+"""gloo in the place of NCCL.
+
+What gloo of this torch already has (checked in `tests/cpu`): every collective of Megatron Core's and Transformer
+Engine's, their `_coalescing_manager` and `batch_isend_irecv` forms, AVG, BF16 and FP16 reductions. What it lacks
+and this file adds: the name "nccl", float8 elements (moved as bytes, which is exact), and NCCL's arguments that
+have no meaning without CUDA (`device_id`, `device_ids`, `pg_options`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+# Collectives that only move elements; reductions of float8 do not exist under NCCL either.
+_MOVES = (
+    "all_gather all_gather_into_tensor _all_gather_base all_gather_coalesced broadcast scatter gather "
+    "all_to_all all_to_all_single"
+).split()
+
+
+def gloo_backend(backend: Any) -> Any:
+    """The backend to use for what the program asked: "nccl" and "cpu:gloo,cuda:nccl" become "gloo"."""
+    return "gloo" if isinstance(backend, str) and "nccl" in backend.lower() else backend
+
+
+def _as_bytes(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (
+            value.view(torch.uint8) if value.dtype.is_floating_point and value.element_size() == 1 else value
+        )
+    if isinstance(value, list):
+        return [_as_bytes(item) for item in value]
+    return value
+
+
+def _moving_bytes(collective: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(collective)
+    def move(*args: Any, **kwargs: Any) -> Any:
+        return collective(*map(_as_bytes, args), **{key: _as_bytes(value) for key, value in kwargs.items()})
+
+    return move
+
+
+def _without_cuda_arguments(function: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """`function` with its backend (also at `position`) mapped and NCCL's own arguments dropped."""
+
+    @functools.wraps(function)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        for name in ("device_id", "pg_options"):
+            kwargs.pop(name, None)
+        if len(args) > position:
+            args = (*args[:position], gloo_backend(args[position]), *args[position + 1 :])
+        elif "backend" in kwargs:
+            kwargs["backend"] = gloo_backend(kwargs["backend"])
+        return function(*args, **kwargs)
+
+    return create
+
+
+def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        return original(group=group, async_op=async_op)
+
+    return barrier
+
+
+def patch_collectives() -> None:
+    """Replace the functions of `torch.distributed` named above."""
+    replacements: dict[str, Callable[..., Any]] = {
+        "init_process_group": _without_cuda_arguments(dist.init_process_group, position=0),
+        "new_group": _without_cuda_arguments(dist.new_group, position=2),
+        "barrier": _barrier(dist.barrier),
+    }
+    for name in _MOVES:
+        if hasattr(distributed_c10d, name):
+            replacements[name] = _moving_bytes(getattr(distributed_c10d, name))
+    for name, replacement in replacements.items():
+        for module in (dist, distributed_c10d):
+            if hasattr(module, name):
+                setattr(module, name, replacement)

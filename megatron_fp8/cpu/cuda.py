@@ -1,0 +1,229 @@
+"""`torch.cuda` on a machine without CUDA: one table of what each name of it means on a CPU.
+
+The device answers as an H100 (`sm_90`), so that Transformer Engine and Megatron Core choose the paths that they
+choose there. A name that is not in the table raises NotImplementedError with that name when it is called.
+
+There is one random number generator, the CPU's, and it is also every CUDA device's: seeding, saving, restoring and
+forking CUDA states governs exactly the numbers that are drawn. (On a GPU the two are apart; here what is drawn for
+the host moves the same stream.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NoReturn
+
+import psutil
+import torch
+
+from megatron_fp8.cpu import memory, streams
+
+CAPABILITY = (9, 0)
+DEVICE_NAME = "NVIDIA H100 (CPU stand-in)"
+# CUDA version that Transformer Engine compares with the ones its recipes need.
+CUDA_VERSION = "13.0"
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """`torch.cuda.get_device_properties`: an H100's, with this machine's memory (bytes)."""
+
+    name: str = DEVICE_NAME
+    major: int = CAPABILITY[0]
+    minor: int = CAPABILITY[1]
+    total_memory: int = 0
+    multi_processor_count: int = 132
+    warp_size: int = 32
+    max_threads_per_block: int = 1024
+    max_threads_per_multi_processor: int = 2048
+    regs_per_multiprocessor: int = 65536
+    shared_memory_per_block: int = 48 * 1024
+    shared_memory_per_block_optin: int = 227 * 1024
+    shared_memory_per_multiprocessor: int = 228 * 1024
+    L2_cache_size: int = 50 * 2**20
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
+
+
+class _Device:
+    """`torch.cuda.device(index)`: makes `index` the current device inside the block."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = _device_index(device) if device is not None else -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = streams.exchange_device(self.idx)
+
+    def __exit__(self, *exc: Any) -> None:
+        streams.exchange_device(self.prev_idx)
+
+
+class _DeviceOf(_Device):
+    """`torch.cuda.device_of(tensor)`: every tensor is on the current device."""
+
+    def __init__(self, tensor: Any) -> None:
+        super().__init__(None)
+
+
+class _Nvtx:
+    """The profiler's range functions: there is no profiler to tell."""
+
+    def __init__(self) -> None:
+        for name in ("rangePushA", "rangePop", "rangeStartA", "rangeEnd", "markA"):
+            setattr(self, name, lambda *args: 0)
+        for name in ("deviceRangeStart", "deviceRangeEnd"):
+            setattr(self, name, lambda *args: None)
+
+
+def _device_index(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return streams.current_device() if index is None else index
+
+
+def device_count() -> int:
+    """One device for each process of this machine, as `torchrun` starts them."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def set_device(device: Any) -> None:
+    """Make `device` current. ValueError when this machine has no such device."""
+    index = _device_index(device)
+    if index >= device_count():
+        raise ValueError(
+            f"torch.cuda.set_device({device!r}): the CPU stand-in has {device_count()} device(s), "
+            "one for each process of LOCAL_WORLD_SIZE"
+        )
+    streams.exchange_device(index)
+
+
+def get_device_properties(device: Any = None) -> DeviceProperties:
+    """See `DeviceProperties`."""
+    return DeviceProperties(total_memory=psutil.virtual_memory().total)
+
+
+def _call_now(function: Callable[[], object], **kwargs: Any) -> None:
+    function()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Done already, or nothing to do, on a CPU."""
+
+
+def _answer(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+def _missing(name: str) -> Callable[..., NoReturn]:
+    def missing(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{name} has no CPU stand-in")
+
+    missing.__name__ = missing.__qualname__ = name.rpartition(".")[2]
+    return missing
+
+
+def _missing_class(name: str) -> type:
+    # A class, because programs subclass it and ask isinstance.
+    return type(
+        name.rpartition(".")[2], (), {"__init__": _missing(name), "__doc__": "Not in the CPU stand-in."}
+    )
+
+
+@contextlib.contextmanager
+def _caching_allocator_disabled() -> Iterator[None]:
+    yield
+
+
+def _table() -> dict[str, Any]:
+    """Every name of `torch.cuda` that works, and what it is on a CPU."""
+    return {
+        "is_available": _answer(True),
+        "is_initialized": _answer(True),
+        "init": _nothing,
+        "_lazy_init": _nothing,
+        "_lazy_call": _call_now,
+        "device_count": device_count,
+        "_device_count_nvml": device_count,
+        "current_device": streams.current_device,
+        "set_device": set_device,
+        "_exchange_device": streams.exchange_device,
+        "_maybe_exchange_device": streams.exchange_device,
+        "device": _Device,
+        "device_of": _DeviceOf,
+        "get_device_capability": _answer(CAPABILITY),
+        "get_device_name": _answer(DEVICE_NAME),
+        "get_device_properties": get_device_properties,
+        "get_arch_list": _answer([f"sm_{CAPABILITY[0]}{CAPABILITY[1]}"]),
+        "can_device_access_peer": _answer(True),
+        "is_bf16_supported": _answer(True),
+        "is_tf32_supported": _answer(True),
+        "synchronize": _nothing,
+        "empty_cache": _nothing,
+        "ipc_collect": _nothing,
+        "set_per_process_memory_fraction": _nothing,
+        "get_sync_debug_mode": _answer(0),
+        "set_sync_debug_mode": _nothing,
+        "is_current_stream_capturing": _answer(False),
+        "caching_allocator_disabled": _caching_allocator_disabled,
+        "Stream": streams.Stream,
+        "ExternalStream": streams.ExternalStream,
+        "Event": streams.Event,
+        "StreamContext": streams.StreamContext,
+        "stream": streams.StreamContext,
+        "set_stream": streams.set_stream,
+        "current_stream": streams.current_stream,
+        "default_stream": streams.default_stream,
+        "get_stream_from_external": streams.ExternalStream,
+        "default_generators": (torch.default_generator,) * device_count(),
+        **memory.FUNCTIONS,
+    }
+
+
+# Names of torch.cuda that are right as they are: submodules apart, they work on `default_generators`.
+_KEPT = frozenset(
+    "get_rng_state get_rng_state_all set_rng_state set_rng_state_all manual_seed manual_seed_all seed seed_all "
+    "initial_seed cudaStatus CudaError DeferredCudaCallError".split()
+)
+_TENSOR_TYPES = "BFloat16 Bool Byte Char Double Float Half Int Long Short".split()
+
+
+def _submodules() -> list[ModuleType]:
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if (name == "torch.cuda" or name.startswith("torch.cuda.")) and module is not None
+    ]
+
+
+def _replace(name: str, original: Any, replacement: Any) -> None:
+    # torch.cuda's parts import from each other by name.
+    for module in _submodules():
+        if vars(module).get(name, _replace) is original:
+            setattr(module, name, replacement)
+
+
+def patch_cuda() -> None:
+    """Replace every public name of `torch.cuda` by its stand-in, or by one that says that there is none."""
+    table = _table()
+    for name, replacement in table.items():
+        _replace(name, getattr(torch.cuda, name, None), replacement)
+        setattr(torch.cuda, name, replacement)
+    for name in torch.cuda.__all__:
+        original = getattr(torch.cuda, name, None)
+        if name in table or name in _KEPT or isinstance(original, ModuleType) or not callable(original):
+            continue
+        if name.endswith(("Tensor", "Storage")):
+            continue
+        full_name = f"torch.cuda.{name}"
+        missing = _missing_class(full_name) if isinstance(original, type) else _missing(full_name)
+        _replace(name, original, missing)
+    for kind in _TENSOR_TYPES:
+        setattr(torch.cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
+    torch.cuda.nvtx._nvtx = _Nvtx()  # type: ignore[assignment]
+    torch.version.cuda = CUDA_VERSION  # type: ignore[assignment]

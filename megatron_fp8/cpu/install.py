@@ -1,0 +1,96 @@
+"""Puts the stand-in in place: one call, before Transformer Engine or Megatron Core is imported.
+
+Cost, measured on one core of an AMD EPYC (Zen 3): see `docs/performance.md`. What it knows: the order in which the
+parts go in, and where Transformer Engine looks for its compiled extension. What the parts do is in their files.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from types import ModuleType
+
+import torch
+
+from megatron_fp8.cpu.autocast import patch_autocast
+from megatron_fp8.cpu.collectives import patch_collectives
+from megatron_fp8.cpu.cuda import patch_cuda
+from megatron_fp8.cpu.factories import patch_factories
+from megatron_fp8.cpu.import_hook import patch_after_import
+from megatron_fp8.cpu.megatron import MEGATRON_PATCHES
+from megatron_fp8.cpu.streams import current_device
+from megatron_fp8.cpu.triton import install_triton
+
+_EXTENSION = "transformer_engine_torch"
+_MARK = "__megatron_fp8_cpu__"
+# They look for the extension, or for Transformer Engine, while they are imported.
+_TOO_LATE_AFTER = (_EXTENSION, "transformer_engine", "megatron.core")
+
+
+def installed() -> bool:
+    """Whether this process runs on the stand-in."""
+    return _MARK in vars(sys.modules.get(_EXTENSION, sys))
+
+
+def install(force: bool = False) -> bool:
+    """Make `torch.cuda` and `transformer_engine_torch` work on the CPU; return whether the stand-in is in place.
+
+    Does nothing on a machine with CUDA unless `force`, and nothing when called again.
+
+    Raises RuntimeError when Transformer Engine or Megatron Core was imported before: they decide at import what
+    they can use.
+    """
+    if installed():
+        return True
+    if torch.cuda.is_available() and not force:
+        return False
+    early = [name for name in _TOO_LATE_AFTER if name in sys.modules]
+    if early:
+        raise RuntimeError(
+            f"megatron_fp8.cpu.install() was called after {early[0]} was imported, which has already looked for "
+            "CUDA and for Transformer Engine's compiled extension. Call it before the first import of "
+            "transformer_engine or megatron.core"
+        )
+    _set_environment()
+    patch_cuda()
+    patch_autocast()
+    patch_factories(current_device)
+    patch_collectives()
+    install_triton()
+    sys.modules[_EXTENSION] = _extension()
+    patch_after_import({"transformer_engine.common": _find_stand_in, **MEGATRON_PATCHES})
+    return True
+
+
+def describe() -> str:
+    """One line for the start of a log: where this process computes."""
+    if not installed():
+        return "CUDA: torch.cuda and transformer_engine_torch are the real ones"
+    version = importlib.metadata.version("transformer_engine")
+    return f"CPU stand-in: torch.cuda and transformer_engine_torch emulated (TE {version}), FP8 emulated by value"
+
+
+def _set_environment() -> None:
+    # Transformer Engine then does not look for its shared libraries.
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"
+    # torch.compile needs a C++ compiler and seconds for each function; eager gives the same numbers.
+    os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
+
+
+def _extension() -> ModuleType:
+    from megatron_fp8.cpu.extension import build_extension
+
+    extension = build_extension()
+    setattr(extension, _MARK, True)
+    return extension
+
+
+def _find_stand_in(common: ModuleType) -> None:
+    original = common.load_framework_extension
+
+    def load_framework_extension(framework: str) -> None:
+        if framework != "torch":
+            original(framework)
+
+    common.load_framework_extension = load_framework_extension  # type: ignore[attr-defined]
