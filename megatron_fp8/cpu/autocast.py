@@ -1,7 +1,7 @@
 """Autocast of device type "cuda" acts on the CPU's operations.
 
-A program that opens `torch.autocast("cuda", dtype)` or asks whether it is open must find one state for both device
-types, as there is one device. What dtype is used where is torch's CPU autocast policy.
+A program that opens `torch.autocast("cuda", dtype)` or asks whether it is open must find one state for both
+device types, as there is one device. What dtype is used where is torch's CPU autocast policy.
 """
 
 from __future__ import annotations

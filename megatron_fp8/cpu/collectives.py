@@ -1,11 +1,12 @@
 """gloo in the place of NCCL.
 
-What gloo of this torch already has (checked in `tests/cpu`): every collective of Megatron Core's and Transformer
-Engine's, their `_coalescing_manager` and `batch_isend_irecv` forms, AVG, BF16 and FP16 reductions. What it lacks
-and this file adds: the name "nccl", float8 elements (moved as bytes, which is exact), and NCCL's arguments that
-have no meaning without CUDA (`device_id`, `device_ids`, `pg_options`).
+What gloo of this torch already has (checked in `tests/cpu`): every collective of Megatron Core's and
+Transformer Engine's, their `_coalescing_manager` and `batch_isend_irecv` forms, AVG, BF16 and FP16
+reductions. What it lacks and this file adds: the name "nccl", float8 elements (moved as bytes, which is
+exact), and NCCL's arguments that have no meaning without CUDA (`device_id`, `device_ids`, `pg_options`).
 """
 
+# ruff: noqa: ARG001  (the signatures are torch's)
 from __future__ import annotations
 
 import functools
@@ -17,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 # Collectives that only move elements; reductions of float8 do not exist under NCCL either.
-_MOVES = (
+_MOVE_NAMES = (
     "all_gather all_gather_into_tensor _all_gather_base all_gather_coalesced broadcast scatter gather "
-    "all_to_all all_to_all_single"
-).split()
+    "all_to_all all_to_all_single "
+)
 
 
 def gloo_backend(backend: Any) -> Any:
@@ -77,7 +78,7 @@ def patch_collectives() -> None:
         "new_group": _without_cuda_arguments(dist.new_group, position=2),
         "barrier": _barrier(dist.barrier),
     }
-    for name in _MOVES:
+    for name in _MOVE_NAMES.split():
         if hasattr(distributed_c10d, name):
             replacements[name] = _moving_bytes(getattr(distributed_c10d, name))
     for name, replacement in replacements.items():

@@ -1,13 +1,15 @@
 """`torch.cuda` on a machine without CUDA: one table of what each name of it means on a CPU.
 
-The device answers as an H100 (`sm_90`), so that Transformer Engine and Megatron Core choose the paths that they
-choose there. A name that is not in the table raises NotImplementedError with that name when it is called.
+The device answers as an H100 (`sm_90`), so that Transformer Engine and Megatron Core choose the paths that
+they choose there. A name that is not in the table raises NotImplementedError with that name when it is
+called.
 
-There is one random number generator, the CPU's, and it is also every CUDA device's: seeding, saving, restoring and
-forking CUDA states governs exactly the numbers that are drawn. (On a GPU the two are apart; here what is drawn for
-the host moves the same stream.)
+There is one random number generator, the CPU's, and it is also every CUDA device's: seeding, saving,
+restoring and forking CUDA states governs exactly the numbers that are drawn. (On a GPU the two are apart;
+here what is drawn for the host moves the same stream.)
 """
 
+# ruff: noqa: ARG001, ARG002, ARG005  (the signatures are torch's)
 from __future__ import annotations
 
 import contextlib
@@ -186,11 +188,11 @@ def _table() -> dict[str, Any]:
 
 
 # Names of torch.cuda that are right as they are: submodules apart, they work on `default_generators`.
-_KEPT = frozenset(
-    "get_rng_state get_rng_state_all set_rng_state set_rng_state_all manual_seed manual_seed_all seed seed_all "
-    "initial_seed cudaStatus CudaError DeferredCudaCallError".split()
+_KEPT_NAMES = (
+    "get_rng_state get_rng_state_all set_rng_state set_rng_state_all manual_seed manual_seed_all "
+    "seed seed_all initial_seed cudaStatus CudaError DeferredCudaCallError"
 )
-_TENSOR_TYPES = "BFloat16 Bool Byte Char Double Float Half Int Long Short".split()
+_TENSOR_TYPES = ["BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"]
 
 
 def _submodules() -> list[ModuleType]:
@@ -216,7 +218,12 @@ def patch_cuda() -> None:
         setattr(torch.cuda, name, replacement)
     for name in torch.cuda.__all__:
         original = getattr(torch.cuda, name, None)
-        if name in table or name in _KEPT or isinstance(original, ModuleType) or not callable(original):
+        if (
+            name in table
+            or name in _KEPT_NAMES.split()
+            or isinstance(original, ModuleType)
+            or not callable(original)
+        ):
             continue
         if name.endswith(("Tensor", "Storage")):
             continue

@@ -1,13 +1,15 @@
 """Maps device "cuda" to the CPU in torch's tensor factories and in the methods of `torch.Tensor`.
 
-Every function of torch that takes a `device` and that Megatron Core, Transformer Engine or a GPU program calls is
-replaced by one that maps a CUDA device (a string, an index, a `torch.device`) to the CPU and otherwise calls the
-original. There is no mode on the dispatch path: operations on tensors cost what they cost without the stand-in.
+Every function of torch that takes a `device` and that Megatron Core, Transformer Engine or a GPU program
+calls is replaced by one that maps a CUDA device (a string, an index, a `torch.device`) to the CPU and
+otherwise calls the original. There is no mode on the dispatch path: operations on tensors cost what they cost
+without the stand-in.
 
 A tensor on the CPU answers as a tensor on the GPU where programs ask in order to choose a path (`is_cuda`,
 `type()`, `get_device()`). Its `device` stays the truth, `cpu`: torch itself steers by it.
 """
 
+# ruff: noqa: ARG001  (the signatures are torch's)
 from __future__ import annotations
 
 import functools
@@ -19,14 +21,14 @@ import torch
 _CPU = torch.device("cpu")
 
 # Functions of `torch` that take `device` as a keyword only.
-_FACTORIES = (
-    "arange asarray as_tensor bartlett_window blackman_window empty empty_like empty_permuted empty_strided eye "
-    "full full_like hamming_window hann_window kaiser_window linspace logspace ones ones_like rand rand_like "
-    "randint randint_like randn randn_like randperm range scalar_tensor sparse_bsc_tensor sparse_bsr_tensor "
-    "sparse_compressed_tensor sparse_coo_tensor sparse_csc_tensor sparse_csr_tensor tensor tril_indices "
-    "triu_indices zeros zeros_like"
-).split()
-_TENSOR_FACTORIES = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
+_FACTORY_NAMES = (
+    "arange asarray as_tensor bartlett_window blackman_window empty empty_like empty_permuted "
+    "empty_strided eye full full_like hamming_window hann_window kaiser_window linspace logspace ones "
+    "ones_like rand rand_like randint randint_like randn randn_like randperm range scalar_tensor "
+    "sparse_bsc_tensor sparse_bsr_tensor sparse_compressed_tensor sparse_coo_tensor sparse_csc_tensor "
+    "sparse_csr_tensor tensor tril_indices triu_indices zeros zeros_like "
+)
+_TENSOR_FACTORIES = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"]
 # Factories that may return memory of their argument: on a GPU the result is always a copy of host memory.
 _ALIASING_FACTORIES = frozenset({"asarray", "as_tensor"})
 
@@ -70,7 +72,7 @@ def _patch_factories() -> None:
     from torch.utils._device import _device_constructors
 
     _device_constructors()
-    for name in _FACTORIES:
+    for name in _FACTORY_NAMES.split():
         original = getattr(torch, name)
         factory = _mapping_device(original, name in _ALIASING_FACTORIES)
         setattr(torch, name, factory)
@@ -80,7 +82,7 @@ def _patch_factories() -> None:
     for name in _TENSOR_FACTORIES:
         setattr(torch.Tensor, name, _mapping_device(getattr(torch.Tensor, name)))
     # Quantized tensors of Transformer Engine are wrapper subclasses made "on cuda".
-    torch.Tensor._make_wrapper_subclass = staticmethod(  # type: ignore[assignment]
+    torch.Tensor._make_wrapper_subclass = staticmethod(  # type: ignore[method-assign]
         _mapping_device(torch.Tensor._make_wrapper_subclass)
     )
 

@@ -1,7 +1,8 @@
 """Runs a patch directly after a module is loaded, whoever imports it and whenever.
 
 The stand-in has to change a few functions of packages that it must not import itself: importing Transformer
-Engine takes seconds, and a program that never uses it should not pay. This file knows nothing of what is patched.
+Engine takes seconds, and a program that never uses it should not pay. This file knows nothing of what is
+patched.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
 def patch_after_import(patches: dict[str, Patch]) -> None:
     """Call `patches[name](module)` once module `name` is loaded; at once for those already in `sys.modules`.
 
-    A name that is never imported costs nothing. An exception from a patch ends that import with that exception.
+    A name that is never imported costs nothing. An exception from a patch ends that import with that
+    exception.
     """
     for name, patch in patches.items():
         if name in sys.modules:

@@ -1,7 +1,8 @@
 """Puts the stand-in in place: one call, before Transformer Engine or Megatron Core is imported.
 
-Cost, measured on one core of an AMD EPYC (Zen 3): see `docs/performance.md`. What it knows: the order in which the
-parts go in, and where Transformer Engine looks for its compiled extension. What the parts do is in their files.
+Cost, measured on one core of an AMD EPYC (Zen 3): see `docs/performance.md`. What it knows: the order in
+which the parts go in, and where Transformer Engine looks for its compiled extension. What the parts do is in
+their files.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron_fp8.cpu.factories import patch_factories
 from megatron_fp8.cpu.import_hook import patch_after_import
 from megatron_fp8.cpu.megatron import MEGATRON_PATCHES
 from megatron_fp8.cpu.streams import current_device
-from megatron_fp8.cpu.triton import install_triton
+from megatron_fp8.cpu.triton_stub import install_triton
 
 _EXTENSION = "transformer_engine_torch"
 _MARK = "__megatron_fp8_cpu__"
@@ -34,12 +35,12 @@ def installed() -> bool:
 
 
 def install(force: bool = False) -> bool:
-    """Make `torch.cuda` and `transformer_engine_torch` work on the CPU; return whether the stand-in is in place.
+    """Make `torch.cuda` and `transformer_engine_torch` work on the CPU; return whether they now do so.
 
     Does nothing on a machine with CUDA unless `force`, and nothing when called again.
 
-    Raises RuntimeError when Transformer Engine or Megatron Core was imported before: they decide at import what
-    they can use.
+    Raises RuntimeError when Transformer Engine or Megatron Core was imported before: they decide at import
+    what they can use.
     """
     if installed():
         return True
@@ -48,8 +49,8 @@ def install(force: bool = False) -> bool:
     early = [name for name in _TOO_LATE_AFTER if name in sys.modules]
     if early:
         raise RuntimeError(
-            f"megatron_fp8.cpu.install() was called after {early[0]} was imported, which has already looked for "
-            "CUDA and for Transformer Engine's compiled extension. Call it before the first import of "
+            f"megatron_fp8.cpu.install() was called after {early[0]} was imported, which has already looked "
+            "for CUDA and for Transformer Engine's compiled extension. Call it before the first import of "
             "transformer_engine or megatron.core"
         )
     _set_environment()
@@ -68,7 +69,8 @@ def describe() -> str:
     if not installed():
         return "CUDA: torch.cuda and transformer_engine_torch are the real ones"
     version = importlib.metadata.version("transformer_engine")
-    return f"CPU stand-in: torch.cuda and transformer_engine_torch emulated (TE {version}), FP8 emulated by value"
+    emulated = f"torch.cuda and transformer_engine_torch emulated (TE {version})"
+    return f"CPU stand-in: {emulated}, FP8 emulated by value"
 
 
 def _set_environment() -> None:

@@ -1,9 +1,11 @@
 """Memory figures of `torch.cuda`, taken from the process itself: resident size and its peak, in bytes.
 
-The allocator of a CPU does not count per tensor, so "allocated" and "reserved" are both what the process holds in
-RAM (code and libraries included). The peak is the kernel's own high-water mark since the start or the last reset.
+The allocator of a CPU does not count per tensor, so "allocated" and "reserved" are both what the process
+holds in RAM (code and libraries included). The peak is the kernel's own high-water mark since the start or
+the last reset.
 """
 
+# ruff: noqa: ARG001  (the signatures are torch's)
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,9 +1,11 @@
 """Streams and events of a device that does its work before each call returns.
 
-With nothing asynchronous, waiting is always done already. What a program can observe keeps its meaning: the current
-stream nests and is per thread, an event's times are measured, an event that was not recorded has no time.
+With nothing asynchronous, waiting is always done already. What a program can observe keeps its meaning: the
+current stream nests and is per thread, an event's times are measured, an event that was not recorded has no
+time.
 """
 
+# ruff: noqa: ARG002  (the signatures are torch's)
 from __future__ import annotations
 
 import itertools

@@ -1,10 +1,11 @@
 """A `triton` package without kernels, so that modules which only define Triton kernels can be imported.
 
-Transformer Engine imports `triton` where it defines kernels for permutation, padding and cross entropy. None of
-them can run on a CPU. Decorating a kernel works here; launching one, or calling anything else of Triton's, raises
-NotImplementedError with its name.
+Transformer Engine imports `triton` where it defines kernels for permutation, padding and cross entropy. None
+of them can run on a CPU. Decorating a kernel works here; launching one, or calling anything else of Triton's,
+raises NotImplementedError with its name.
 """
 
+# ruff: noqa: ARG001, ARG002  (the signatures are Triton's)
 from __future__ import annotations
 
 import functools
@@ -63,7 +64,7 @@ class Config:
         self.options = options
 
 
-class constexpr:  # noqa: N801  (Triton's name)
+class constexpr:
     """A compile-time constant; modules make them when they are imported."""
 
     def __init__(self, value: Any) -> None:
@@ -80,7 +81,7 @@ def decorator_factory(*args: Any, **options: Any) -> Any:
     return lambda kernel: kernel
 
 
-def build_triton() -> dict[str, ModuleType]:
+def build_stub() -> dict[str, ModuleType]:
     """The stub package and its submodules, by name, for `sys.modules`."""
     modules = {"triton": _module("triton", is_package=True)}
     for name in _SUBMODULES:
@@ -120,4 +121,4 @@ def install_triton() -> None:
     from torch.utils._triton import has_triton_package
 
     if not has_triton_package():
-        sys.modules.update(build_triton())
+        sys.modules.update(build_stub())
