@@ -1,0 +1,46 @@
+"""Owns what the rest may know about where it runs: the device, its clock and memory, the collective library.
+
+The only module outside `megatron_fp8/cpu/` that names CUDA. It must not know models, configs or formats.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from megatron_fp8 import cpu
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where this process computes.
+
+    `emulated`: Transformer Engine's kernels and `torch.cuda` are the CPU stand-in.
+    `collective_backend`: the collective library that fits the device, `nccl` or `gloo`.
+    """
+
+    torch_device: torch.device
+    emulated: bool
+    collective_backend: str
+    description: str
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was asked of it."""
+        torch.cuda.synchronize()
+
+    def peak_memory_bytes(self) -> int:
+        """Largest memory held since the process started (on CPUs: of the whole process), in bytes."""
+        return int(torch.cuda.max_memory_allocated())
+
+
+def prepare() -> Device:
+    """Choose this process's device; without CUDA, put the stand-in in place.
+
+    Must run before Transformer Engine or Megatron Core is imported: they look for CUDA when imported.
+    """
+    emulated = cpu.install()
+    if emulated:
+        return Device(torch.device("cpu"), True, "gloo", cpu.describe())
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.cuda.set_device(local_rank)
+    return Device(torch.device("cuda", local_rank), False, "nccl", cpu.describe())

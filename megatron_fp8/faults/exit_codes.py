@@ -1,0 +1,18 @@
+"""Owns the exit codes of the training program. Imports no torch."""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the program's exit status says."""
+
+    DONE = 0
+    """Training reached its last step."""
+    FAILED = 1
+    """An exception; its traceback is printed last."""
+    BAD_INPUT = 2
+    """A config, data or command-line mistake, found before training."""
+
+
+class NonFiniteError(ArithmeticError):
+    """The loss or the gradient norm became NaN or infinite."""

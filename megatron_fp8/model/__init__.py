@@ -1,0 +1,1 @@
+"""The GPT model: one pipeline stage, its sharding, its initial weights, its assembly."""

@@ -1,0 +1,146 @@
+"""Owns one pipeline stage of the GPT model: what it computes, and what Megatron's schedules ask of a model.
+
+Must not know how stages are wired together, optimizers, or which number formats exist: the precision manager says
+where the blocks' region begins and ends.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import transformer_engine.pytorch as te
+from megatron.core import tensor_parallel
+from megatron.core.enums import ModelType
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+from transformer_engine.pytorch.attention import RotaryPositionEmbedding
+
+from megatron_fp8.config.schema import ModelConfig
+from megatron_fp8.model.embedding import Embedding
+from megatron_fp8.model.layers import LayerFactory
+from megatron_fp8.precision.manager import PrecisionManager
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """Which part of the model a stage is.
+
+    `first_layer`: global number of its first layer, from 0. `vp_stage`: its number among the rank's model chunks,
+    None without interleaving. `pre_process`/`post_process`: it holds the embedding / final norm, head and loss.
+    """
+
+    first_layer: int
+    num_layers: int
+    pre_process: bool
+    post_process: bool
+    vp_stage: int | None
+
+
+class GPTStage(MegatronModule):
+    """Embedding, TE `TransformerLayer`s, final norm, head and loss, as far as they belong to the stage."""
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        model: ModelConfig,
+        config: TransformerConfig,
+        factory: LayerFactory,
+        precision: PrecisionManager,
+        vocab_size: int,
+        padded_vocab_size: int,
+    ) -> None:
+        super().__init__(config)
+        self.model_type = ModelType.encoder_or_decoder
+        self.spec = spec
+        self.vp_stage = spec.vp_stage
+        self.pre_process = spec.pre_process
+        self.post_process = spec.post_process
+        self.share_embeddings_and_output_weights = not model.untie_embeddings_and_output_weights
+        self.is_first_microbatch = True
+        self.input_tensor: Tensor | None = None
+        self._precision = precision
+        self._factory = factory
+        self._vocab_size = vocab_size
+        self._recompute = factory.num_recomputed(spec.num_layers)
+
+        # The last stage needs the tied embedding's weight too: it holds a copy whose gradients Megatron adds up.
+        ties_here = self.share_embeddings_and_output_weights and spec.post_process
+        if spec.pre_process or ties_here:
+            positions = None
+            if model.position_embedding_type == "learned_absolute" and spec.pre_process:
+                positions = model.max_position_embeddings or model.seq_length
+            self.embedding = Embedding(config, padded_vocab_size, positions, factory.tp)
+        self.rotary: RotaryPositionEmbedding | None = None
+        if model.position_embedding_type == "rope":
+            self.rotary = factory.rotary()
+        self.layers = nn.ModuleList(factory.layer(spec.first_layer + i) for i in range(spec.num_layers))
+        if spec.post_process:
+            self.final_norm = factory.final_norm()
+            self.output_layer = factory.output_layer(padded_vocab_size)
+            if self.share_embeddings_and_output_weights:
+                self.output_layer.weight = self.embedding.word_embeddings.weight
+        self._mark_tied_weight()
+
+    def _mark_tied_weight(self) -> None:
+        """Set the marks by which Megatron adds up the copies' gradients and counts them once in the norm."""
+        if not self.share_embeddings_and_output_weights or not (self.pre_process or self.post_process):
+            return
+        weight = self.shared_embedding_or_output_weight()
+        weight.shared_embedding = True  # type: ignore[attr-defined]
+        weight.zero_out_wgrad = self.pre_process and self.post_process  # type: ignore[attr-defined]
+        if not self.pre_process:
+            weight.shared = True  # type: ignore[attr-defined]
+
+    def shared_embedding_or_output_weight(self) -> Tensor:
+        """The tied weight `[padded_vocab / tp, h]`; Megatron's gradient finalisation asks for it."""
+        return self.embedding.word_embeddings.weight
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+        """Take the previous stage's output `[s (/ tp), b, h]`; Megatron's schedules call this."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def forward(self, tokens: Tensor, position_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Run the stage.
+
+        `tokens`, `position_ids`, `labels`: int64 `[b, s]`, read by the stages that need them. Returns hidden states
+        `[s (/ tp), b, h]`; from the last stage per-token losses `[b, s]` in FP32, or without labels the logits
+        `[s, b, padded_vocab / tp]`.
+        """
+        hidden = self.embedding(tokens, position_ids) if self.pre_process else self.input_tensor
+        hidden = self._blocks(hidden)
+        if not self.post_process:
+            return hidden
+        logits = self.output_layer(self.final_norm(hidden))
+        self._mask_padded_vocab(logits)
+        if labels is None:
+            return logits
+        losses = tensor_parallel.vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous())
+        return losses.transpose(0, 1).contiguous()
+
+    def _blocks(self, hidden: Tensor) -> Tensor:
+        # In evaluation the weights are quantised anew and the cache of the training step is left alone.
+        first = self.is_first_microbatch if self._precision.uses_fp8 and torch.is_grad_enabled() else None
+        rope = self.rotary(self._factory.seq_length) if self.rotary is not None else None
+        with self._precision.blocks():
+            for index, layer in enumerate(self.layers):
+                if index < self._recompute and torch.is_grad_enabled():
+                    hidden = te.checkpoint(
+                        layer,
+                        hidden,
+                        is_first_microbatch=first,
+                        rotary_pos_emb=rope,
+                        get_rng_state_tracker=tensor_parallel.get_cuda_rng_tracker,
+                        tp_group=self._factory.tp,
+                    )
+                else:
+                    hidden = layer(hidden, is_first_microbatch=first, rotary_pos_emb=rope)
+        self.is_first_microbatch = False
+        return hidden
+
+    def _mask_padded_vocab(self, logits: Tensor) -> None:
+        """Take padded vocabulary entries out of the softmax; their gradient is then exactly 0."""
+        local = logits.shape[-1]
+        first_padded = self._vocab_size - self._factory.tp.rank() * local
+        if first_padded < local:
+            with torch.no_grad():
+                logits[..., max(first_padded, 0) :] = float("-inf")

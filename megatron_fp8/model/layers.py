@@ -1,0 +1,113 @@
+"""Owns how Transformer Engine's modules are made from the config: blocks, final norm, head, rotary embedding.
+
+Must not know pipeline stages or when the modules run.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import transformer_engine.pytorch as te
+from megatron.core import tensor_parallel
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformer_engine.pytorch.attention import RotaryPositionEmbedding
+
+from megatron_fp8.config.layout import Layout
+from megatron_fp8.config.schema import ModelConfig
+
+
+def _keep(weight: Tensor) -> Tensor:
+    """Initialisation left to `model/init.py`."""
+    return weight
+
+
+@dataclass(frozen=True)
+class LayerFactory:
+    """Makes the modules of a stage; `tp` is the tensor-parallel group, `dtype` that of the parameters."""
+
+    model: ModelConfig
+    layout: Layout
+    tp: ProcessGroup
+    sequence_parallel: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens per sample, over all ranks."""
+        return self.model.seq_length
+
+    def num_recomputed(self, num_layers: int) -> int:
+        """How many of a stage's `num_layers` layers, from its first, are recomputed in the backward pass."""
+        if self.model.recompute_granularity == "none":
+            return 0
+        return num_layers if self.model.recompute_num_layers is None else self.model.recompute_num_layers
+
+    def layer(self, index: int) -> te.TransformerLayer:
+        """The block with global number `index`, from 0."""
+        model = self.model
+        return te.TransformerLayer(
+            model.hidden_size,
+            self.layout.ffn_hidden_size,
+            model.num_attention_heads,
+            num_gqa_groups=self.layout.num_query_groups,
+            kv_channels=self.layout.kv_channels,
+            layernorm_epsilon=model.norm_epsilon,
+            hidden_dropout=model.hidden_dropout,
+            attention_dropout=model.attention_dropout,
+            init_method=_keep,
+            output_layer_init_method=_keep,
+            layer_number=index + 1,
+            self_attn_mask_type="causal",
+            tp_group=self.tp,
+            tp_size=self.tp.size(),
+            params_dtype=self.dtype,
+            get_rng_state_tracker=tensor_parallel.get_cuda_rng_tracker,
+            # TE accumulates into main_grad inside the GEMM for the fused QKV weight only.
+            fuse_wgrad_accumulation=model.fuse_qkv_params,
+            fuse_qkv_params=model.fuse_qkv_params,
+            sequence_parallel=self.sequence_parallel,
+            set_parallel_mode=True,
+            bias=model.add_bias_linear,
+            activation=model.activation,
+            normalization=model.normalization,
+            attn_input_format="sbhd",
+            device=self.device,
+            name=f"layers.{index}",
+        )
+
+    def final_norm(self) -> nn.Module:
+        """The norm before the head."""
+        kind = te.LayerNorm if self.model.normalization == "LayerNorm" else te.RMSNorm
+        return kind(
+            self.model.hidden_size,
+            eps=self.model.norm_epsilon,
+            sequence_parallel=self.sequence_parallel,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def output_layer(self, padded_vocab_size: int) -> te.Linear:
+        """The head: column-parallel, logits stay divided; outside the FP8 region, so in the parameters' dtype."""
+        return te.Linear(
+            self.model.hidden_size,
+            padded_vocab_size,
+            bias=False,
+            parallel_mode="column",
+            tp_group=self.tp,
+            tp_size=self.tp.size(),
+            sequence_parallel=self.sequence_parallel,
+            params_dtype=self.dtype,
+            get_rng_state_tracker=tensor_parallel.get_cuda_rng_tracker,
+            fuse_wgrad_accumulation=True,
+            init_method=_keep,
+            device=self.device,
+            name="output_layer",
+        )
+
+    def rotary(self) -> RotaryPositionEmbedding:
+        """RoPE's angles."""
+        rotated = self.layout.kv_channels
+        return RotaryPositionEmbedding(
+            rotated, rotary_percent=self.model.rotary_percent, rotary_base=self.model.rotary_base
+        )

@@ -1,0 +1,67 @@
+"""Owns the translation of our config into Megatron Core's `TransformerConfig` and DDP config.
+
+Must not know modules.
+"""
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_fp8.config.layout import Layout
+from megatron_fp8.config.schema import Config
+
+_GATED_ACTIVATIONS = frozenset({"geglu", "reglu", "swiglu"})
+
+
+def _keep(weight: Tensor) -> Tensor:
+    """Initialisation left to `model/init.py`."""
+    return weight
+
+
+def transformer_config(config: Config, layout: Layout, params_dtype: torch.dtype) -> TransformerConfig:
+    """What Megatron Core's schedules, DDP, embedding and gradient finalisation read."""
+    model, parallel = config.model, config.parallel
+    interleaved = parallel.virtual_pipeline_model_parallel_size is not None
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=layout.num_query_groups,
+        kv_channels=layout.kv_channels,
+        ffn_hidden_size=layout.ffn_hidden_size,
+        gated_linear_unit=model.activation in _GATED_ACTIVATIONS,
+        add_bias_linear=model.add_bias_linear,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        init_method=_keep,
+        output_layer_init_method=_keep,
+        params_dtype=params_dtype,
+        pipeline_dtype=params_dtype,
+        bf16=params_dtype == torch.bfloat16,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        # Sums of losses and token counts are reduced, and divided once: no layout changes the objective.
+        calculate_per_token_loss=True,
+        deallocate_pipeline_outputs=True,
+        # Between two stages the interleaved schedule has two messages in flight; in one batch they get mixed up.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        gradient_accumulation_fusion=False,
+    )
+
+
+def ddp_config(config: Config) -> DistributedDataParallelConfig:
+    """FP32 gradients and reductions; sums, since the division by the token count comes last."""
+    parallel = config.parallel
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        average_in_collective=False,
+    )

@@ -1,0 +1,89 @@
+"""Owns one table: for every kind of parameter, the axis that tensor parallelism divides and its fused parts.
+
+Whoever needs to know how a parameter lies on the ranks (initialisation, checkpoints, export) asks here. Must not know
+process groups.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ParameterSharding:
+    """How a parameter lies on the tensor-parallel ranks.
+
+    `axis`: the tensor axis that is divided; None: every rank holds the whole. `num_parts`: parameters that are
+    stacked along `axis`, each divided by itself (the gate and the up projection of a gated MLP).
+    `is_output_projection`: writes into the residual stream, so its initial weights are scaled down.
+    `is_padded_vocab`: its rows are vocabulary entries, padding last.
+    """
+
+    axis: int | None
+    num_parts: int = 1
+    is_output_projection: bool = False
+    is_padded_vocab: bool = False
+
+    def local_shard(self, full: torch.Tensor, tp_rank: int, tp_size: int) -> torch.Tensor:
+        """This rank's part of the whole parameter."""
+        if self.axis is None:
+            return full
+        parts = full.chunk(self.num_parts, dim=self.axis)
+        return torch.cat([part.chunk(tp_size, dim=self.axis)[tp_rank] for part in parts], dim=self.axis)
+
+    def full_shape(self, local_shape: torch.Size, tp_size: int) -> list[int]:
+        """Shape of the whole parameter from that of one rank's part."""
+        shape = list(local_shape)
+        if self.axis is not None:
+            shape[self.axis] *= tp_size
+        return shape
+
+
+_COLUMN = ParameterSharding(axis=0)
+_ROW = ParameterSharding(axis=1, is_output_projection=True)
+_WHOLE = ParameterSharding(axis=None)
+_VOCAB = ParameterSharding(axis=0, is_padded_vocab=True)
+_GATED_COLUMN = ParameterSharding(axis=0, num_parts=2)
+
+# The end of a parameter's name -> how it is divided. With `fuse_qkv_params` the QKV rows are ordered by query group
+# (TE's interleaved order), so that a contiguous block of rows holds whole groups.
+_TABLE: dict[str, ParameterSharding] = {
+    "embedding.word_embeddings.weight": _VOCAB,
+    "embedding.position_embeddings.weight": _WHOLE,
+    "layernorm_qkv.layer_norm_weight": _WHOLE,
+    "layernorm_qkv.layer_norm_bias": _WHOLE,
+    "layernorm_qkv.weight": _COLUMN,
+    "layernorm_qkv.bias": _COLUMN,
+    "layernorm_qkv.query_weight": _COLUMN,
+    "layernorm_qkv.query_bias": _COLUMN,
+    "layernorm_qkv.key_weight": _COLUMN,
+    "layernorm_qkv.key_bias": _COLUMN,
+    "layernorm_qkv.value_weight": _COLUMN,
+    "layernorm_qkv.value_bias": _COLUMN,
+    "self_attention.proj.weight": _ROW,
+    "self_attention.proj.bias": _WHOLE,
+    "layernorm_mlp.layer_norm_weight": _WHOLE,
+    "layernorm_mlp.layer_norm_bias": _WHOLE,
+    "layernorm_mlp.fc1_weight": _COLUMN,
+    "layernorm_mlp.fc1_bias": _COLUMN,
+    "layernorm_mlp.fc2_weight": _ROW,
+    "layernorm_mlp.fc2_bias": _WHOLE,
+    "final_norm.weight": _WHOLE,
+    "final_norm.bias": _WHOLE,
+    "output_layer.weight": _VOCAB,
+}
+_GATED_ACTIVATIONS = frozenset({"geglu", "reglu", "swiglu"})
+_GATED_NAMES = ("layernorm_mlp.fc1_weight", "layernorm_mlp.fc1_bias")
+
+
+def parameter_sharding(name: str, activation: str) -> ParameterSharding:
+    """How the parameter called `name` is divided under the MLP activation `activation`.
+
+    Raises KeyError for a name that the table lacks.
+    """
+    if activation in _GATED_ACTIVATIONS and name.endswith(_GATED_NAMES):
+        return _GATED_COLUMN
+    for ending, sharding in _TABLE.items():
+        if name == ending or name.endswith("." + ending):
+            return sharding
+    raise KeyError(f"no sharding is known for parameter {name!r}; add it to the table in megatron_fp8/model/sharding.py")

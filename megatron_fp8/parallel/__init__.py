@@ -1,0 +1,1 @@
+"""Process groups, this rank's coordinates, seeds and the amax group."""

@@ -1,0 +1,83 @@
+"""Owns what a person sees while a run goes on: a progress bar on a terminal, plain parsable lines elsewhere.
+
+The same lines go to the run directory's `console.log`. Must not know where the numbers come from. Imports no torch.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from megatron_fp8.report.record import Value
+
+
+class ConsoleSink:
+    """Lines on the console and in `log_path`; a bar below them when the console is a terminal."""
+
+    def __init__(self, log_path: Path, train_iters: int, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._log = log_path.open("a", encoding="utf-8", buffering=1)
+        self._train_iters = train_iters
+        self._progress: Progress | None = None
+        if self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("[bold]training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                console=self._console,
+            )
+            self._task = self._progress.add_task("", total=train_iters, numbers="")
+            self._progress.start()
+
+    def write(self, record: Mapping[str, Value]) -> None:
+        """Print a record as a line, and move the bar on."""
+        line = format_record(record, self._train_iters)
+        self._log.write(line + "\n")
+        (self._progress.console if self._progress else self._console).print(line, markup=False)
+        if self._progress is not None and record["event"] == "train":
+            self._progress.update(
+                self._task,
+                completed=float(record["iteration"] or 0),
+                numbers=f"{_time_left(record)} left",
+            )
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+        self._log.close()
+
+
+def format_record(record: Mapping[str, Value], train_iters: int) -> str:
+    """A record as one line: `name value | name value | ...`."""
+    if record["event"] == "train":
+        parts = [f"iteration {record['iteration']:>{len(str(train_iters))}}/{train_iters}"]
+        parts.append(f"lm loss {record['lm loss']:.4f}")
+        parts.append(f"grad-norm {record['grad-norm']:.3f}")
+        parts.append(f"learning-rate {record['learning-rate']:.2e}")
+        parts.append(f"tokens/s {record['tokens-per-second']:,.0f}")
+        parts.append(f"time left {_time_left(record)}")
+        return " | ".join(parts)
+    if record["event"] == "validation":
+        return f"iteration {record['iteration']}/{train_iters} | lm loss validation {record['lm loss validation']:.4f}"
+    if record["event"] == "start":
+        return "\n".join(f"{key}: {value}" for key, value in record.items() if key != "event")
+    return " | ".join(f"{key} {value}" for key, value in record.items())
+
+
+def _time_left(record: Mapping[str, Value]) -> str:
+    return format_seconds(float(record["seconds-left"] or 0.0))
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people: `42 s`, `3 min 05 s`, `2 h 07 min`, `3 d 04 h`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"

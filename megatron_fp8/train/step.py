@@ -1,0 +1,142 @@
+"""Owns one training step and one evaluation pass over Megatron's schedules.
+
+Must not know where batches come from, what is written, or how long training lasts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_fp8.parallel.groups import ParallelGroups
+from megatron_fp8.precision.manager import PrecisionManager
+
+
+class MicroBatch(Protocol):
+    """What a step reads; every tensor is `[b, s]`, `loss_mask` 0 where a token does not count."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def labels(self) -> Tensor: ...
+    @property
+    def loss_mask(self) -> Tensor: ...
+    @property
+    def position_ids(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Sizes of one step on this rank: micro-batches, tokens per sample, samples per micro-batch."""
+
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """Sum of per-token losses in nats and the number of tokens that counted, as FP64 `[2]` on the device.
+
+    Zero on ranks that do not report the loss (see `ParallelGroups.reports_loss`), so that a sum over all ranks
+    counts every token once.
+    """
+
+    sum_and_tokens: Tensor
+
+    def reduced_mean(self) -> float:
+        """Mean loss per token over all ranks, in nats; a collective over the whole world. NaN without tokens."""
+        total = self.sum_and_tokens.clone()
+        torch.distributed.all_reduce(total)
+        loss_sum, num_tokens = total.tolist()
+        return loss_sum / num_tokens if num_tokens > 0 else float("nan")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`loss`: this rank's loss sum. `grad_norm`: global L2 norm before clipping, the same on every rank."""
+
+    loss: LossSum
+    grad_norm: float
+
+
+class Stepper:
+    """Runs steps of one model, optimizer and precision manager."""
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        groups: ParallelGroups,
+        precision: PrecisionManager,
+        device: torch.device,
+    ) -> None:
+        self._chunks = list(chunks)
+        self._groups = groups
+        self._precision = precision
+        self._device = device
+        self._run_schedule = get_forward_backward_func()
+
+    def train(
+        self, optimizer: MegatronOptimizer, iterators: Sequence[Iterator[MicroBatch]], shape: BatchShape
+    ) -> StepResult:
+        """One optimizer step over one global batch; `iterators` has one iterator per model chunk."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        with self._precision.training_step():
+            loss = self._forward_backward(iterators, shape, forward_only=False)
+        _, grad_norm, _ = optimizer.step()
+        return StepResult(loss, float(grad_norm))
+
+    def evaluate(self, iterators: Sequence[Iterator[MicroBatch]], shape: BatchShape) -> LossSum:
+        """Loss over one global batch; training state, FP8 histories included, is left as it was."""
+        for chunk in self._chunks:
+            chunk.eval()
+        with self._precision.evaluation(self._chunks):
+            loss = self._forward_backward(iterators, shape, forward_only=True)
+        for chunk in self._chunks:
+            chunk.train()
+        return loss
+
+    def _forward_backward(
+        self, iterators: Sequence[Iterator[MicroBatch]], shape: BatchShape, forward_only: bool
+    ) -> LossSum:
+        several = len(self._chunks) > 1
+        reports = self._run_schedule(
+            forward_step_func=_forward_step,
+            data_iterator=list(iterators) if several else iterators[0],
+            model=self._chunks if several else self._chunks[0],
+            num_microbatches=shape.num_microbatches,
+            seq_length=shape.seq_length,
+            micro_batch_size=shape.micro_batch_size,
+            forward_only=forward_only,
+        )
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if self._groups.reports_loss:
+            for report in reports:
+                total += report
+        return LossSum(total)
+
+
+def _forward_step(
+    iterator: Iterator[MicroBatch], model: DistributedDataParallel
+) -> tuple[Tensor, partial[tuple[Tensor, Tensor, Tensor]]]:
+    """What Megatron's schedules call for each micro-batch: the stage's output and the loss of it."""
+    batch = next(iterator)
+    output = model(batch.tokens, batch.position_ids, labels=batch.labels)
+    return output, partial(_loss, batch.loss_mask)
+
+
+def _loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of the losses `[b, s]` that count, number of tokens that count, and both for the log (FP64 `[2]`)."""
+    mask = loss_mask.to(losses.dtype)
+    loss_sum = (losses * mask).sum()
+    num_tokens = mask.sum()
+    report = torch.stack([loss_sum.detach(), num_tokens]).double()
+    return loss_sum, num_tokens.to(torch.int), report
