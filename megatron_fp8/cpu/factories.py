@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-_CPU = torch.device("cpu")
+# What CUDA devices are mapped to. Known by identity: it says that the program asked for a GPU (see `mode`).
+ON_CUDA = torch.device("cpu")
 
 # Functions of `torch` that take `device` as a keyword only.
 _FACTORY_NAMES = (
@@ -44,7 +45,7 @@ def is_cuda_device(device: Any) -> bool:
 
 def host_device(device: Any) -> Any:
     """The device on which the stand-in computes what the program asked for on `device`."""
-    return _CPU if is_cuda_device(device) else device
+    return ON_CUDA if is_cuda_device(device) else device
 
 
 def _mapping_device(function: Callable[..., Any], aliasing: bool = False) -> Callable[..., Any]:
@@ -56,7 +57,7 @@ def _mapping_device(function: Callable[..., Any], aliasing: bool = False) -> Cal
             kwargs["pin_memory"] = False
         if device is None or not is_cuda_device(device):
             return function(*args, **kwargs)
-        kwargs["device"] = _CPU
+        kwargs["device"] = ON_CUDA
         result = function(*args, **kwargs)
         if aliasing and args and not isinstance(args[0], torch.Tensor):
             return result.clone()
@@ -89,6 +90,7 @@ def _patch_factories() -> None:
 
 def _patch_moves() -> None:
     original_to = torch.Tensor.to
+    host = torch.device("cpu")
     original_type = torch.Tensor.type
 
     @functools.wraps(original_to)
@@ -96,9 +98,9 @@ def _patch_moves() -> None:
         device = args[0] if args else kwargs.get("device")
         if is_cuda_device(device):
             if args:
-                args = (_CPU, *args[1:])
+                args = (ON_CUDA, *args[1:])
             else:
-                kwargs["device"] = _CPU
+                kwargs["device"] = ON_CUDA
         elif device == "cpu" and isinstance(device, str) and len(args) < 4:
             # From a GPU this is a copy, and programs (checkpoint writers) rely on that.
             kwargs.setdefault("copy", True)
@@ -111,17 +113,18 @@ def _patch_moves() -> None:
         non_blocking: bool = False,
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> torch.Tensor:
-        return original_to(self, _CPU, non_blocking=non_blocking, memory_format=memory_format)
+        return original_to(self, ON_CUDA, non_blocking=non_blocking, memory_format=memory_format)
 
     @functools.wraps(torch.Tensor.cpu)
     def cpu(self: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-        return original_to(self, _CPU, copy=True, memory_format=memory_format)
+        return original_to(self, host, copy=True, memory_format=memory_format)
 
     @functools.wraps(original_type)
     def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is None:
-            name = original_type(self)
-            return name.replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else name
+            # A mode may hand the question back to this function: its answer must not be changed twice.
+            name = original_type(self).replace("torch.cuda.", "torch.", 1)
+            return name.replace("torch.", "torch.cuda.", 1) if self.is_cuda else name
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
         return original_type(self, dtype, non_blocking, **kwargs)
@@ -135,7 +138,7 @@ def _patch_questions(current_device: Callable[[], int]) -> None:
         return self.device.type == "cpu"
 
     def get_device(self: torch.Tensor) -> int:
-        return current_device() if self.device.type == "cpu" else -1
+        return current_device() if self.is_cuda else -1
 
     def record_stream(self: torch.Tensor, stream: Any) -> None:
         """Nothing runs behind the program's back here, so no memory can be reused too early."""
@@ -149,6 +152,37 @@ def _patch_questions(current_device: Callable[[], int]) -> None:
     torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment]
 
 
+def _patch_default_device() -> None:
+    from torch.utils import _device
+
+    def init(self: _device.DeviceContext, device: Any) -> None:
+        original_init(self, host_device(device))
+        if is_cuda_device(device):
+            self.device = ON_CUDA
+
+    original_init = _device.DeviceContext.__init__
+    _device.DeviceContext.__init__ = init  # type: ignore[method-assign]
+
+
+def _patch_generator() -> None:
+    original = torch.Generator
+
+    class AnyGenerator(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, original)
+
+        def __getattr__(cls, name: str) -> Any:
+            return getattr(original, name)
+
+    class Generator(metaclass=AnyGenerator):
+        """`torch.Generator(device)`: a generator of the CPU for every device."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return original(host_device(device))
+
+    torch.Generator = Generator  # type: ignore[assignment,misc]
+
+
 def _patch_load() -> None:
     original_load = torch.load
 
@@ -156,7 +190,7 @@ def _patch_load() -> None:
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         if map_location is None or is_cuda_device(map_location):
             # A file that was written on a GPU says so; there is only the CPU to put it.
-            map_location = _CPU
+            map_location = ON_CUDA
         elif isinstance(map_location, dict):
             map_location = {
                 key: "cpu" if is_cuda_device(value) else value for key, value in map_location.items()
@@ -171,4 +205,6 @@ def patch_factories(current_device: Callable[[], int]) -> None:
     _patch_factories()
     _patch_moves()
     _patch_questions(current_device)
+    _patch_default_device()
+    _patch_generator()
     _patch_load()

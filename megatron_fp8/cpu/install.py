@@ -12,16 +12,8 @@ import os
 import sys
 from types import ModuleType
 
-import torch
-
-from megatron_fp8.cpu.autocast import patch_autocast
-from megatron_fp8.cpu.collectives import patch_collectives
-from megatron_fp8.cpu.cuda import patch_cuda
-from megatron_fp8.cpu.factories import patch_factories
 from megatron_fp8.cpu.import_hook import patch_after_import
 from megatron_fp8.cpu.megatron import MEGATRON_PATCHES
-from megatron_fp8.cpu.streams import current_device
-from megatron_fp8.cpu.triton_stub import install_triton
 
 _EXTENSION = "transformer_engine_torch"
 _MARK = "__megatron_fp8_cpu__"
@@ -44,6 +36,9 @@ def install(force: bool = False) -> bool:
     """
     if installed():
         return True
+    # Torch is imported here and not above, so that help texts need no torch.
+    import torch
+
     if torch.cuda.is_available() and not force:
         return False
     early = [name for name in _TOO_LATE_AFTER if name in sys.modules]
@@ -54,11 +49,7 @@ def install(force: bool = False) -> bool:
             "transformer_engine or megatron.core"
         )
     _set_environment()
-    patch_cuda()
-    patch_autocast()
-    patch_factories(current_device)
-    patch_collectives()
-    install_triton()
+    _patch_torch()
     sys.modules[_EXTENSION] = _extension()
     patch_after_import({"transformer_engine.common": _find_stand_in, **MEGATRON_PATCHES})
     return True
@@ -78,6 +69,21 @@ def _set_environment() -> None:
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
     # torch.compile needs a C++ compiler and seconds for each function; eager gives the same numbers.
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
+
+
+def _patch_torch() -> None:
+    from megatron_fp8.cpu.autocast import patch_autocast
+    from megatron_fp8.cpu.collectives import patch_collectives
+    from megatron_fp8.cpu.cuda import patch_cuda
+    from megatron_fp8.cpu.factories import patch_factories
+    from megatron_fp8.cpu.streams import current_device
+    from megatron_fp8.cpu.triton_stub import install_triton
+
+    patch_cuda()
+    patch_autocast()
+    patch_factories(current_device)
+    patch_collectives()
+    install_triton()
 
 
 def _extension() -> ModuleType:
