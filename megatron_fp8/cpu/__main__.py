@@ -64,10 +64,11 @@ def main(arguments: list[str]) -> int:
     if arguments[0] == "-m":
         if len(arguments) < 2:
             return _fail("-m needs the name of a module")
+        # Looking for a submodule imports its parents, which must find the stand-in in place.
+        enter()
         if not _module_exists(arguments[1]):
             return _fail(f"-m {arguments[1]}: no module of this name in {sys.path[0]} or among the installed")
         sys.argv = arguments[1:]
-        enter()
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return 0
     if arguments[0].startswith("-"):

@@ -233,4 +233,4 @@ def patch_cuda() -> None:
     for kind in _TENSOR_TYPES:
         setattr(torch.cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
     torch.cuda.nvtx._nvtx = _Nvtx()  # type: ignore[assignment]
-    torch.version.cuda = CUDA_VERSION  # type: ignore[assignment]
+    torch.version.cuda = CUDA_VERSION

@@ -180,7 +180,7 @@ def _patch_generator() -> None:
         def __new__(cls, device: Any = "cpu") -> Any:
             return original(host_device(device))
 
-    torch.Generator = Generator  # type: ignore[assignment,misc]
+    torch.Generator = Generator  # type: ignore[misc]
 
 
 def _patch_load() -> None:

@@ -105,7 +105,7 @@ def _make_device(*args: Any, **kwargs: Any) -> torch.device:
 
 
 def _patch_properties(mode: HostAndGpu) -> None:
-    real_device = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+    real_device = torch.Tensor.device.__get__
 
     def device(self: torch.Tensor) -> torch.device:
         real = real_device(self)
@@ -118,7 +118,9 @@ def _patch_properties(mode: HostAndGpu) -> None:
     torch.Tensor.is_cpu = property(lambda self: self.device.type == "cpu")  # type: ignore[assignment]
 
 
-def _patch_functions(mode: HostAndGpu) -> None:
+def _patch_makers(mode: HostAndGpu) -> None:
+    """Functions that make tensors unseen by a TorchFunctionMode."""
+
     def on_host(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def make(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensor = function(*args, **kwargs)
@@ -145,12 +147,14 @@ def _patch_functions(mode: HostAndGpu) -> None:
 
     # Torch compares this signature with its own substitute's.
     def parameter(cls: type, data: torch.Tensor, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
-        made = make_subclass(cls, data, requires_grad, **kwargs)
+        made: torch.Tensor = make_subclass(cls, data, requires_grad, **kwargs)
         mode.mark(made, mode.is_host(data))
         return made
 
     torch.Tensor._make_subclass = staticmethod(parameter)  # type: ignore[method-assign,assignment]
 
+
+def _patch_questions() -> None:
     original_default = torch.get_default_device
 
     def get_default_device() -> torch.device:
@@ -181,5 +185,6 @@ def activate() -> None:
         raise RuntimeError("megatron_fp8.cpu.mode.activate() was called twice in one process")
     mode = HostAndGpu(torch.Tensor.to.__wrapped__)  # type: ignore[attr-defined]
     _patch_properties(mode)
-    _patch_functions(mode)
+    _patch_makers(mode)
+    _patch_questions()
     mode.__enter__()
