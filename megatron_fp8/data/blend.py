@@ -1,0 +1,70 @@
+"""Owns the meaning of a data path list: prefixes of token files, or weight, prefix, weight, prefix, ...
+
+Imports no torch and opens no file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class BlendError(Exception):
+    """A list of data paths has no meaning; `reason` says why, `use_instead` what to write."""
+
+    def __init__(self, reason: str, use_instead: str) -> None:
+        super().__init__(f"{reason}; {use_instead}")
+        self.reason = reason
+        self.use_instead = use_instead
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Prefixes of token files and their weights (any positive scale); None: in proportion to their tokens."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+def parse_blend(entries: Sequence[str]) -> Blend:
+    """The blend that a config's list spells, read as Megatron reads `--train-data-path`.
+
+    It is weighted when its length is even and every first of two entries is a number.
+
+    Raises BlendError for an empty list, for weights that are missing for some prefixes or not positive, for a
+    prefix named twice and for a prefix that carries its suffix.
+    """
+    if not entries:
+        raise BlendError("no data path is given", "name the prefix of a token file (its path without .bin)")
+    weights = [_number_of(entry) for entry in entries[0::2]]
+    if len(entries) % 2 == 0 and all(weight is not None for weight in weights):
+        blend = Blend(tuple(entries[1::2]), tuple(weight for weight in weights if weight is not None))
+    else:
+        blend = Blend(tuple(entries), None)
+    for prefix in blend.prefixes:
+        _check_prefix(prefix, blend.prefixes)
+    for prefix, weight in zip(blend.prefixes, blend.weights or (), strict=False):
+        if not (weight > 0 and math.isfinite(weight)):
+            raise BlendError(f"the weight of {prefix} is {weight}", "use a positive weight, or leave it out")
+    return blend
+
+
+def _check_prefix(prefix: str, prefixes: tuple[str, ...]) -> None:
+    if _number_of(prefix) is not None:
+        raise BlendError(
+            f"{prefix} is a number where a path belongs: weights and prefixes do not alternate",
+            "write weight, prefix, weight, prefix, ... or prefixes alone",
+        )
+    for suffix in (".bin", ".idx"):
+        if prefix.endswith(suffix):
+            raise BlendError(f"{prefix} names one file of the pair", f"use {prefix.removesuffix(suffix)}")
+    if prefixes.count(prefix) > 1:
+        raise BlendError(f"{prefix} is named more than once", "name each prefix once; raise its weight")
+
+
+def _number_of(entry: str) -> float | None:
+    try:
+        return float(entry)
+    except ValueError:
+        return None

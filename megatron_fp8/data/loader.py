@@ -1,0 +1,203 @@
+"""Owns the way from samples to micro-batches on the device, for the ranks of one tensor-parallel group.
+
+Rank 0 of the tensor-parallel group reads; the others get its global batch in one broadcast of packed int64. A
+rank in the middle of the pipeline reads and receives nothing. Must not know configs, models or schedules.
+
+Reading ahead is done by threads, not by worker processes: a sample is a slice of a memory-mapped file, so
+there is no Python work worth a process, and a process costs seconds of start-up, a copy of the imports, and a
+second hop for every byte.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_fp8.data.sampler import BatchSampler
+
+FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+GLOBAL_BATCHES_AHEAD = 2
+
+
+class SampleSource(Protocol):
+    """What a dataset must offer: `[s]` tensors `tokens`, `labels`, `loss_mask` (0 or 1), `position_ids`."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch on the device, every tensor `[b, s]`; `[b, 0]` on ranks that need no data."""
+
+    tokens: Tensor
+    """int64."""
+    labels: Tensor
+    """int64; the token after each of `tokens`."""
+    loss_mask: Tensor
+    """float32; 0 where a token does not count."""
+    position_ids: Tensor
+    """int64."""
+
+
+class BatchLoader:
+    """Micro-batches of one rank, from `consumed_samples` on; a context manager that ends its threads.
+
+    `dataset`: None on ranks that do not read. `num_samples`: how many samples may be read in all; iterators
+    end before the global batch that would pass it. `tp_group`: the tensor-parallel group, None for one rank.
+    `needs_data`: False on ranks in the middle of the pipeline. `num_workers`: threads that read ahead; 0:
+    read when asked. All ranks of a tensor-parallel group must draw equally often.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleSource | None,
+        sampler: BatchSampler,
+        seq_length: int,
+        num_samples: int,
+        device: torch.device,
+        tp_group: ProcessGroup | None = None,
+        needs_data: bool = True,
+        consumed_samples: int = 0,
+        num_workers: int = 1,
+    ) -> None:
+        self._is_reader = needs_data and (tp_group is None or tp_group.rank() == 0)
+        if self._is_reader and dataset is None:
+            raise ValueError("this rank reads for its tensor-parallel group, but has no dataset")
+        self._dataset = dataset
+        self._sampler = sampler
+        self._seq_length = seq_length
+        self._num_samples = num_samples
+        self._device = device
+        self._tp_group = tp_group
+        self._needs_data = needs_data
+        self._start = consumed_samples
+        self._drawn_steps = 0
+        self._queues: list[deque[MicroBatch]] = []
+        self._taken: list[int] = []
+        self._wait_seconds = 0.0
+        self._ahead: deque[Future[Tensor]] = deque()
+        self._next_to_read = consumed_samples
+        self._pool = (
+            ThreadPoolExecutor(num_workers, thread_name_prefix="read-ahead")
+            if num_workers > 0 and self._is_reader
+            else None
+        )
+        self._read_ahead()
+
+    def __enter__(self) -> BatchLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads; batches not yet handed out are dropped."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._ahead.clear()
+
+    @property
+    def consumed_samples(self) -> int:
+        """Where a resume goes on: samples of the steps (of all ranks) that every model chunk took wholly.
+
+        What was only read ahead does not count.
+        """
+        steps = min(self._taken, default=0) // self._sampler.num_micro_batches
+        return self._start + steps * self._sampler.global_batch_size
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds, since the start, that drawing has waited for reading, copying and the other ranks."""
+        return self._wait_seconds
+
+    def iterators(self, num_chunks: int = 1) -> list[Iterator[MicroBatch]]:
+        """One iterator per model chunk of this rank (interleaved pipelines have several), for the whole run.
+
+        Each gives the same micro-batches in the same order; each is read once. May be called once. What
+        reading raises is raised here, with the reading thread's traceback.
+        """
+        if self._queues:
+            raise RuntimeError("the iterators of this loader were already given out")
+        self._queues = [deque() for _ in range(num_chunks)]
+        self._taken = [0] * num_chunks
+        return [self._iterate(chunk) for chunk in range(num_chunks)]
+
+    def _iterate(self, chunk: int) -> Iterator[MicroBatch]:
+        queue = self._queues[chunk]
+        while True:
+            if not queue and not self._draw_step():
+                return
+            # Counted before it is handed out: whoever holds the last micro-batch has taken the step.
+            self._taken[chunk] += 1
+            yield queue.popleft()
+
+    def _draw_step(self) -> bool:
+        """Put the next step's micro-batches into every chunk's queue; False at the end of the samples."""
+        step_start = self._start + self._drawn_steps * self._sampler.global_batch_size
+        if step_start + self._sampler.global_batch_size > self._num_samples:
+            return False
+        started = time.perf_counter()
+        micro_batches = self._receive(step_start) if self._needs_data else self._absent()
+        self._wait_seconds += time.perf_counter() - started
+        self._drawn_steps += 1
+        for queue in self._queues:
+            queue.extend(micro_batches)
+        return True
+
+    def _receive(self, step_start: int) -> list[MicroBatch]:
+        num_micro_batches, micro_batch_size = self._sampler.num_micro_batches, self._sampler.micro_batch_size
+        if self._is_reader:
+            packed = self._next_read(step_start).to(self._device, non_blocking=True)
+        else:
+            shape = (len(FIELDS), num_micro_batches, micro_batch_size, self._seq_length)
+            packed = torch.empty(shape, dtype=torch.int64, device=self._device)
+        if self._tp_group is not None and self._tp_group.size() > 1:
+            torch.distributed.broadcast(packed, group=self._tp_group, group_src=0)
+        tokens, labels, loss_mask, position_ids = packed
+        masks = loss_mask.float()
+        return [MicroBatch(tokens[i], labels[i], masks[i], position_ids[i]) for i in range(num_micro_batches)]
+
+    def _absent(self) -> list[MicroBatch]:
+        """Micro-batches without tokens: whoever reads them by mistake fails on their shape."""
+        ids = torch.empty(self._sampler.micro_batch_size, 0, dtype=torch.int64, device=self._device)
+        return [MicroBatch(ids, ids, ids.float(), ids)] * self._sampler.num_micro_batches
+
+    def _next_read(self, step_start: int) -> Tensor:
+        if self._pool is None:
+            return self._read_step(step_start)
+        packed = self._ahead.popleft().result()
+        self._read_ahead()
+        return packed
+
+    def _read_ahead(self) -> None:
+        if self._pool is None:
+            return
+        size = self._sampler.global_batch_size
+        while len(self._ahead) < GLOBAL_BATCHES_AHEAD and self._next_to_read + size <= self._num_samples:
+            self._ahead.append(self._pool.submit(self._read_step, self._next_to_read))
+            self._next_to_read += size
+
+    def _read_step(self, step_start: int) -> Tensor:
+        """This rank's share of a global batch, packed in host memory: int64 [fields, micro-batches, b, s]."""
+        assert self._dataset is not None
+        shares = self._sampler.micro_batches(step_start)
+        shape = (len(FIELDS), len(shares), self._sampler.micro_batch_size, self._seq_length)
+        packed = torch.empty(shape, dtype=torch.int64, pin_memory=self._device.type != "cpu")
+        for number, indices in enumerate(shares):
+            for row, index in enumerate(indices):
+                sample = self._dataset[index]
+                for field, name in enumerate(FIELDS):
+                    packed[field, number, row] = sample[name]
+        return packed
