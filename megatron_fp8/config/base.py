@@ -7,8 +7,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A frozen group of config keys; unknown keys are refused."""
+    """A frozen group of config keys; unknown keys, infinities and NaN are refused."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, strict=False, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        strict=False,
+        protected_namespaces=(),
+        allow_inf_nan=False,
     )

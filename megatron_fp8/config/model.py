@@ -80,5 +80,3 @@ class PrecisionConfig(Section):
     """The history's maximum, or its newest entry."""
     amax_reduction: Literal["auto", "data_parallel", "tensor_and_data_parallel", "off"] = "auto"
     """Ranks whose amaxes are reduced (maximum). auto: data-parallel (with context-parallel), plus tensor-parallel when its size is above 1."""
-    fp8_wgrad: bool = True
-    """Compute weight gradients in FP8; false: in BF16."""

@@ -1,18 +1,64 @@
 """Owns the form of a config mistake: what every check reports and how a person reads it. Imports no torch."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+LONGEST_VALUE_SHOWN_CHARS = 120
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: the dotted key, its value, why it is wrong and what to use instead."""
+    """One mistake: the dotted key, its value, why it is wrong and what to use instead.
+
+    `origin` says where the value was written: `file:line`, "command line", "default", or "" when it has none.
+    """
 
     key: str
     value: Any
     reason: str
     use_instead: str
+    origin: str = ""
+
+    def __str__(self) -> str:
+        """Three lines for a person: key, value and origin; why; what to use."""
+        origin = f"  ({self.origin})" if self.origin else ""
+        return (
+            f"{self.key} = {show_value(self.value)}{origin}\n"
+            f"    why: {self.reason}\n"
+            f"    use: {self.use_instead}"
+        )
 
 
 class ConfigError(Exception):
-    """All the mistakes of a config at once; its text is what a person is shown. Programs exit with code 2."""
+    """All the mistakes of a config at once; its text is what a person is shown. Programs exit with code 2.
+
+    `problems` holds them one by one; it is empty when the error was raised with a text alone.
+    """
+
+    problems: tuple[Problem, ...] = ()
+
+    @classmethod
+    def from_problems(cls, problems: Sequence[Problem]) -> ConfigError:
+        """The error that reports `problems`, in their order."""
+        count = f"{len(problems)} mistakes" if len(problems) > 1 else "1 mistake"
+        error = cls("\n".join([f"{count} in the config:", *(str(problem) for problem in problems)]))
+        error.problems = tuple(problems)
+        return error
+
+
+def show_value(value: Any) -> str:
+    """`value` as it would be written in a config, cut where it is too long to read."""
+    if value is None:
+        text = "null"
+    elif isinstance(value, bool):
+        text = str(value).lower()
+    elif isinstance(value, (list, tuple)):
+        text = f"[{', '.join(show_value(item) for item in value)}]"
+    else:
+        text = " ".join(str(value).split())
+    if len(text) > LONGEST_VALUE_SHOWN_CHARS:
+        return f"{text[:LONGEST_VALUE_SHOWN_CHARS]}..."
+    return text

@@ -1,0 +1,130 @@
+"""Owns the schema seen as a flat table: one row per dotted key, with its kind, range, default and text.
+
+Reading, writing and the help of the command line all go through this table, so none of them can miss a key.
+Knows nothing of where values come from. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from megatron_fp8.config.schema import Config
+
+Kind = Literal["int", "float", "bool", "str", "choice", "strings"]
+
+_KIND_OF_TYPE: dict[Any, Kind] = {int: "int", float: "float", bool: "bool", str: "str"}
+_TEXT_OF_KIND = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "strings": "a list of texts",
+}
+_TEXT_OF_BOUND = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """One config key: `choices` is empty unless `kind` is "choice"; `bounds` are pydantic's ge, gt, le, lt."""
+
+    key: str
+    kind: Kind
+    optional: bool
+    choices: tuple[Any, ...]
+    bounds: tuple[tuple[str, float], ...]
+    pattern: str | None
+    required: bool
+    default: Any
+    doc: str
+
+    @property
+    def section(self) -> str:
+        """The part of the key before the dot."""
+        return self.key.partition(".")[0]
+
+    @property
+    def name(self) -> str:
+        """The part of the key after the dot."""
+        return self.key.partition(".")[2]
+
+    @property
+    def description(self) -> str:
+        """What a value must be, in words: "a whole number, at least 1, or null"."""
+        if self.kind == "choice":
+            text = " or ".join(str(choice) for choice in self.choices)
+        else:
+            text = _TEXT_OF_KIND[self.kind]
+        limits = [f"{_TEXT_OF_BOUND[name]} {limit:g}" for name, limit in self.bounds]
+        if limits:
+            text += f", {' and '.join(limits)}"
+        if self.pattern:
+            text += f", matching {self.pattern}"
+        return f"{text}, or null" if self.optional else text
+
+
+@functools.cache
+def config_fields() -> Mapping[str, FieldSpec]:
+    """Every key of the schema by its dotted name, in the schema's order."""
+    specs = {}
+    for section, section_field in Config.model_fields.items():
+        section_class = section_field.annotation
+        assert section_class is not None
+        for name, field in section_class.model_fields.items():
+            key = f"{section}.{name}"
+            specs[key] = _field_spec(key, field)
+    return types.MappingProxyType(specs)
+
+
+def section_doc(section: str) -> str:
+    """The first line of a section's docstring."""
+    section_class = Config.model_fields[section].annotation
+    return (section_class.__doc__ or "").strip().partition("\n")[0]
+
+
+def _field_spec(key: str, field: FieldInfo) -> FieldSpec:
+    kind, optional, choices = _kind_of(key, field.annotation)
+    bounds = tuple(
+        (name, limit)
+        for constraint in field.metadata
+        for name in _TEXT_OF_BOUND
+        if (limit := getattr(constraint, name, None)) is not None
+    )
+    patterns = [pattern for item in field.metadata if (pattern := getattr(item, "pattern", None))]
+    return FieldSpec(
+        key=key,
+        kind=kind,
+        optional=optional,
+        choices=choices,
+        bounds=bounds,
+        pattern=patterns[0] if patterns else None,
+        required=field.is_required(),
+        default=None if field.is_required() else field.get_default(call_default_factory=True),
+        doc=" ".join((field.description or "").split()),
+    )
+
+
+def _kind_of(key: str, annotation: Any) -> tuple[Kind, bool, tuple[Any, ...]]:
+    """(kind, whether null is allowed, choices) of a field's annotation.
+
+    Raises TypeError for a form of annotation that reading does not know yet, so that a new one in the schema
+    is noticed when the program starts.
+    """
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        inner = [option for option in get_args(annotation) if option is not type(None)]
+        if len(inner) == 1:
+            kind, _, choices = _kind_of(key, inner[0])
+            return kind, True, choices
+    if origin is Literal:
+        return "choice", False, get_args(annotation)
+    if origin is list and get_args(annotation) == (str,):
+        return "strings", False, ()
+    if annotation in _KIND_OF_TYPE:
+        return _KIND_OF_TYPE[annotation], False, ()
+    raise TypeError(f"config key {key} has the type {annotation}, which config/fields.py cannot read")

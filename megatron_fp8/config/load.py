@@ -1,0 +1,161 @@
+"""Owns where a config's values come from: files, their bases, the command line, the defaults.
+
+Reports every mistake at once. What must hold between values is in `config/check.py`. This is the one module
+of the config that looks at the environment. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from megatron_fp8.config.fields import FieldSpec, config_fields
+from megatron_fp8.config.problem import ConfigError, Problem
+from megatron_fp8.config.schema import Config
+from megatron_fp8.config.source import Source, Written, read_files, read_overrides
+from megatron_fp8.config.values import ValueMismatchError, to_value
+
+DEFAULT = "default"
+
+# What other programs call a key, where no spelling is near enough to be found by itself.
+_OTHER_NAMES = {
+    "batch_size": "training.micro_batch_size",
+    "learning_rate": "optimizer.lr",
+    "beta1": "optimizer.adam_beta1",
+    "beta2": "optimizer.adam_beta2",
+    "eps": "optimizer.adam_eps",
+    "tp": "parallel.tensor_model_parallel_size",
+    "pp": "parallel.pipeline_model_parallel_size",
+    "vpp": "parallel.virtual_pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank": "parallel.virtual_pipeline_model_parallel_size",
+    "cp": "parallel.context_parallel_size",
+    "max_steps": "training.train_iters",
+    "train_steps": "training.train_iters",
+    "data_path": "data.train_data_path",
+    "num_kv_heads": "model.num_query_groups",
+    "fp8": "precision.mode",
+    "bf16": "precision.mode",
+    "dtype": "precision.mode",
+    "swiglu": "model.activation",
+    "disable_bias_linear": "model.add_bias_linear",
+    "fp8_amax_reduction": "precision.amax_reduction",
+}
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A config and, for every dotted key, where its value comes from: `file:line`, "command line", "default"."""
+
+    config: Config
+    origins: Mapping[str, str]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """The config of the YAML file at `path`, its bases, and `section.key=value` overrides, each over the last.
+
+    Raises ConfigError with every mistake: unreadable files, wrong YAML, unknown or missing keys, wrong types,
+    values outside a key's range.
+    """
+    source = read_files(path)
+    given = read_overrides(list(overrides))
+    source.values.update(given.values)
+    problems = [*source.problems, *given.problems]
+    fields = config_fields()
+    values: dict[str, dict[str, Any]] = {section: {} for section in Config.model_fields}
+    wrong: set[str] = set()
+    for key, written in source.values.items():
+        spec = fields.get(key)
+        if spec is None:
+            problems.extend(_unknown_key(key, written))
+            continue
+        try:
+            values[spec.section][spec.name] = to_value(written.node, spec)
+        except ValueMismatchError as error:
+            wrong.add(key)
+            problems.append(_wrong_value(spec, written, str(error)))
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        problems.extend(_schema_problems(error, source, wrong, path))
+    if problems:
+        raise ConfigError.from_problems(problems)
+    origins = {key: source.values[key].origin if key in source.values else DEFAULT for key in fields}
+    return LoadedConfig(config, types.MappingProxyType(origins))
+
+
+def process_environment() -> Mapping[str, str]:
+    """The process's environment variables, for those that take them as an argument."""
+    return types.MappingProxyType(dict(os.environ))
+
+
+def _unknown_key(key: str, written: Written) -> Iterator[Problem]:
+    """The report of a key that the schema does not have; none for a section that is there but empty."""
+    section, dot, name = key.partition(".")
+    if not dot and section in Config.model_fields:
+        if written.text.lower() in ("", "~", "null", "{}"):
+            return
+        reason = "a section holds key: value lines"
+        use = f"keys of {section} on lines of their own below it"
+    elif dot and section not in Config.model_fields:
+        reason = f"there is no section {section}"
+        use = _nearest(key) or f"one of the sections {', '.join(Config.model_fields)}"
+    elif dot:
+        reason = f"there is no such key in {section}"
+        use = _nearest(key) or "--help lists the keys"
+    else:
+        reason = "there is no such section"
+        use = _nearest(key) or f"one of the sections {', '.join(Config.model_fields)}"
+    yield Problem(key, written.text, reason, use, written.origin)
+
+
+def _nearest(key: str) -> str | None:
+    """The known key that `key` was most likely meant to be, or None."""
+    known = config_fields()
+    key = key.replace("-", "_").lower()
+    section, dot, name = key.partition(".")
+    name = name if dot else section
+    elsewhere = [other for other, spec in known.items() if spec.name == name]
+    if elsewhere:
+        return elsewhere[0]
+    if name in _OTHER_NAMES:
+        return _OTHER_NAMES[name]
+    same_section = {spec.name: other for other, spec in known.items() if spec.section == section}
+    all_names = {spec.name: other for other, spec in known.items()}
+    for names in (same_section, all_names):
+        for match in difflib.get_close_matches(name, names, n=1, cutoff=0.6):
+            return names[match]
+    sections = difflib.get_close_matches(section, list(Config.model_fields), n=1)
+    return f"section {sections[0]}" if sections and not dot else None
+
+
+def _wrong_value(spec: FieldSpec, written: Written, reason: str) -> Problem:
+    use = spec.description
+    if spec.kind == "choice" and isinstance(written.node, yaml.ScalarNode):
+        choices = [str(choice) for choice in spec.choices]
+        near = difflib.get_close_matches(written.node.value.lower(), choices, n=1, cutoff=0.7)
+        use = near[0] if near else use
+    return Problem(spec.key, written.text, reason, use, written.origin)
+
+
+def _schema_problems(
+    error: ValidationError, source: Source, wrong: set[str], path: str | Path
+) -> Iterator[Problem]:
+    """The schema's own complaints: missing keys, and values outside their range."""
+    fields = config_fields()
+    for detail in error.errors(include_url=False, include_context=False):
+        key = ".".join(str(part) for part in detail["loc"][:2])
+        spec = fields[key]
+        if key in source.values and key not in wrong:
+            written = source.values[key]
+            yield Problem(key, written.text, f"not {spec.description}", spec.description, written.origin)
+        elif key not in source.values and not source.unreadable:
+            reason = f"the key is needed and not set: {spec.doc}"
+            yield Problem(key, "(not set)", reason, f"{key}: {spec.description}", str(path))
