@@ -148,7 +148,7 @@ def _weighted(entries: list[str], key: str) -> Blend:
         blend = parse_blend(entries)
     except BlendError as error:
         raise DataError(f"{key} = {entries}: {error.reason}; {error.use_instead}") from error
-    # Read even where no weights are missing: a broken file is then reported by every rank, not by rank 0 alone.
+    # Read even where no weights are missing: every rank then reports a broken file, not rank 0 alone.
     indices = [read_index(prefix) for prefix in blend.prefixes]
     if blend.weights is None and len(indices) > 1:
         return replace(blend, weights=tuple(float(index.num_tokens) for index in indices))
