@@ -1,0 +1,1 @@
+"""What Transformer Engine's CUDA kernels compute, in PyTorch operations, by theme."""
