@@ -48,9 +48,11 @@ def install(force: bool = False) -> bool:
             "for CUDA and for Transformer Engine's compiled extension. Call it before the first import of "
             "transformer_engine or megatron.core"
         )
+    # First, so that an error in it leaves torch as it was.
+    extension = _extension()
     _set_environment()
     _patch_torch()
-    sys.modules[_EXTENSION] = _extension()
+    sys.modules[_EXTENSION] = extension
     patch_after_import({"transformer_engine.common": _find_stand_in, **MEGATRON_PATCHES})
     return True
 
