@@ -1,4 +1,4 @@
-"""Owns writing a config as YAML that reads back equal, with each key's meaning beside it. Imports no torch."""
+"""Owns writing a config as YAML that reads back equal, with each key's meaning. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINE_WIDTH_CHARS = 100
 
 
 def dump_config(config: Config, origins: Mapping[str, str] | None = None) -> str:
-    """`config` as YAML with every key, its documentation above it, and with `origins` where its value is from.
+    """`config` as YAML with every key, its documentation above it and, with `origins`, its value's origin.
 
     `load_config` and any YAML 1.1 reader read an equal config back from it.
     """

@@ -31,7 +31,7 @@ _TEXT_OF_BOUND = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """One config key: `choices` is empty unless `kind` is "choice"; `bounds` are pydantic's ge, gt, le, lt."""
+    """One config key; `choices` is empty unless `kind` is "choice", `bounds` are pydantic's ge, gt, le, lt."""
 
     key: str
     kind: Kind

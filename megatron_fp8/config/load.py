@@ -52,14 +52,14 @@ _OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config and, for every dotted key, where its value comes from: `file:line`, "command line", "default"."""
+    """A config and each dotted key's origin: `file:line`, "command line" or "default"."""
 
     config: Config
     origins: Mapping[str, str]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """The config of the YAML file at `path`, its bases, and `section.key=value` overrides, each over the last.
+    """The config of the YAML file at `path`, its bases and `section.key=value` overrides, later over earlier.
 
     Raises ConfigError with every mistake: unreadable files, wrong YAML, unknown or missing keys, wrong types,
     values outside a key's range.
@@ -98,7 +98,7 @@ def process_environment() -> Mapping[str, str]:
 
 def _unknown_key(key: str, written: Written) -> Iterator[Problem]:
     """The report of a key that the schema does not have; none for a section that is there but empty."""
-    section, dot, name = key.partition(".")
+    section, dot, _ = key.partition(".")
     if not dot and section in Config.model_fields:
         if written.text.lower() in ("", "~", "null", "{}"):
             return

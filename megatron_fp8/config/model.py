@@ -52,7 +52,7 @@ class ModelConfig(Section):
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability on the attention probabilities."""
     init_method_std: float = Field(default=0.02, gt=0)
-    """Standard deviation of the normal initialisation; output projections get it over sqrt(2 x num_layers)."""
+    """Standard deviation of the normal initialisation; output projections: over sqrt(2 x num_layers)."""
     vocab_size: int | None = Field(default=None, ge=1)
     """Tokens of the vocabulary before padding; null: the tokenizer's size."""
     make_vocab_size_divisible_by: int = Field(default=128, ge=1)
@@ -79,4 +79,5 @@ class PrecisionConfig(Section):
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     """The history's maximum, or its newest entry."""
     amax_reduction: Literal["auto", "data_parallel", "tensor_and_data_parallel", "off"] = "auto"
-    """Ranks whose amaxes are reduced (maximum). auto: data-parallel (with context-parallel), plus tensor-parallel when its size is above 1."""
+    """Ranks whose amaxes are reduced (maximum). auto: data-parallel (with context-parallel), plus
+    tensor-parallel when its size is above 1."""

@@ -181,7 +181,7 @@ def _base(written: Written, source: Source) -> Written | None:
 def _pairs(
     mapping: yaml.MappingNode, prefix: str, name: str, problems: list[Problem]
 ) -> Iterator[tuple[str, yaml.Node, str]]:
-    """(prefixed key, value, origin) of a mapping's entries; a key that stands twice is reported and kept once."""
+    """(prefixed key, value, origin) of a mapping's entries; of a key that stands twice the first counts."""
     lines: dict[str, int] = {}
     for key_node, node in mapping.value:
         line = key_node.start_mark.line + 1
