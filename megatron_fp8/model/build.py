@@ -6,6 +6,7 @@ Must not know the optimizer or the loop.
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import nn
 
@@ -97,3 +98,15 @@ def global_name(name: str, first_layer: int) -> str:
     if parts[0] == "layers":
         parts[1] = str(int(parts[1]) + first_layer)
     return ".".join(parts)
+
+
+def num_parameters(chunks: Sequence[nn.Module], groups: ParallelGroups) -> int:
+    """Parameters of the whole model, padding of the vocabulary included, each counted once; a collective."""
+    count = 0
+    for _, parameter in global_parameters(chunks):
+        whole = getattr(parameter, "tensor_model_parallel", False) or groups.tp.rank() == 0
+        if whole and groups.dp.rank() == 0 and not getattr(parameter, "shared", False):
+            count += parameter.numel()
+    total = torch.tensor([count], dtype=torch.int64, device=next(chunks[0].parameters()).device)
+    torch.distributed.all_reduce(total)
+    return int(total)

@@ -62,9 +62,21 @@ def format_record(record: Mapping[str, Value], train_iters: int) -> str:
         return " | ".join(parts)
     if record["event"] == "validation":
         return f"iteration {record['iteration']}/{train_iters} | lm loss validation {record['lm loss validation']:.4f}"
+    if record["event"] == "ready":
+        return f"first step after {record['seconds-to-first-step']:.1f} s"
+    if record["event"] == "end":
+        return _format_end(record)
     if record["event"] == "start":
         return "\n".join(f"{key}: {value}" for key, value in record.items() if key != "event")
     return " | ".join(f"{key} {value}" for key, value in record.items())
+
+
+def _format_end(record: Mapping[str, Value]) -> str:
+    line = f"finished {record['iteration']} iterations in {format_seconds(float(record['seconds'] or 0.0))}"
+    first, last = record["lm loss validation at start"], record["lm loss validation"]
+    if isinstance(first, float) and isinstance(last, float):
+        line += f" | lm loss validation {first:.4f} -> {last:.4f} ({last - first:+.4f} nats)"
+    return line
 
 
 def _time_left(record: Mapping[str, Value]) -> str:

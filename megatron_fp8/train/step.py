@@ -50,6 +50,11 @@ class LossSum:
 
     sum_and_tokens: Tensor
 
+    @classmethod
+    def total(cls, parts: "Sequence[LossSum]") -> "LossSum":
+        """The sum of several, of which there must be one at least."""
+        return cls(torch.stack([part.sum_and_tokens for part in parts]).sum(dim=0))
+
     def reduced_mean(self) -> float:
         """Mean loss per token over all ranks, in nats; a collective over the whole world. NaN without tokens."""
         total = self.sum_and_tokens.clone()

@@ -1,0 +1,97 @@
+"""Owns one training job from a checked config to its end: puts the parts together and takes them down again.
+
+Everything is handed on as an argument; nothing here computes.
+"""
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+from megatron_fp8 import device as devices
+from megatron_fp8.config.dump import dump_config
+from megatron_fp8.config.layout import Layout, derive_layout
+from megatron_fp8.config.rundir import create_run_directory
+from megatron_fp8.config.schema import Config
+from megatron_fp8.parallel.start import init_process_group
+from megatron_fp8.report.console import ConsoleSink
+from megatron_fp8.report.record import JsonLines, Recorder
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """What a finished job reports. Losses in nats per token; None without evaluation."""
+
+    run_directory: Path | None
+    first_validation_loss: float | None
+    last_validation_loss: float | None
+    seconds: float
+
+
+def run_job(config: Config, vocab_size: int) -> JobSummary:
+    """Train as `config`, already checked, says; `vocab_size` is that of the tokenizer, before padding.
+
+    Every rank of the job calls this. Raises what the parts raise; `run_directory` is None on ranks that write none.
+    """
+    started = time.monotonic()
+    device = devices.prepare()
+    # They look for CUDA when imported.
+    from megatron_fp8.data.dataset import build_datasets
+    from megatron_fp8.data.tokenizer import Tokenizer
+    from megatron_fp8.train.loop import TrainingParts, train
+    from megatron_fp8.train.setup import build_parts
+
+    backend = config.parallel.distributed_backend
+    init_process_group(
+        device.collective_backend if backend == "auto" else backend, config.parallel.distributed_timeout_minutes
+    )
+    layout = derive_layout(config, torch.distributed.get_world_size(), vocab_size)
+    with ExitStack() as stack:
+        stack.callback(torch.distributed.destroy_process_group)
+        run_directory, recorder = _open_run(config)
+        stack.callback(recorder.close)
+        if config.data.tokenizer_model is None:
+            raise ValueError("data.tokenizer_model is not set")
+        parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder)
+        datasets = build_datasets(
+            config, Tokenizer.load(config.data.tokenizer_model), reads_data=parts.reads_data
+        )
+        recorder.write("start", _description(config, layout, device, parts.num_parameters, run_directory))
+        losses = train(parts, datasets, started)
+    return JobSummary(run_directory, losses.first, losses.last, time.monotonic() - started)
+
+
+def _open_run(config: Config) -> tuple[Path | None, Recorder]:
+    if torch.distributed.get_rank() != 0:
+        return None, Recorder([])
+    run_directory = create_run_directory(config)
+    (run_directory / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    sinks = [
+        JsonLines(run_directory / "metrics.jsonl"),
+        ConsoleSink(run_directory / "console.log", config.training.train_iters),
+    ]
+    return run_directory, Recorder(sinks)
+
+
+def _description(
+    config: Config, layout: Layout, device: devices.Device, num_parameters: int, run_directory: Path | None
+) -> dict[str, float | int | str | bool | None]:
+    parallel, precision = config.parallel, config.precision
+    formats = precision.mode
+    if precision.mode == "fp8":
+        formats += f" {precision.fp8_recipe} {precision.fp8_format}, history {precision.fp8_amax_history_len}"
+        formats += ", emulated" if device.emulated else ", native"
+    return {
+        "run directory": str(run_directory),
+        "device": device.description,
+        "precision": f"{formats}; masters, gradients, moments fp32",
+        "layout": (
+            f"tp {parallel.tensor_model_parallel_size} x pp {parallel.pipeline_model_parallel_size}"
+            f" x dp {layout.data_parallel_size}, {layout.num_microbatches} micro-batches of"
+            f" {config.training.micro_batch_size}"
+        ),
+        "parameters": f"{num_parameters:,}",
+    }

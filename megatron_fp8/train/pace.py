@@ -1,0 +1,45 @@
+"""Owns the measuring of speed: seconds per step, tokens per second, time left. Imports no torch."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class IntervalTiming:
+    """Speed over the steps since the last record."""
+
+    seconds_per_step: float
+    tokens_per_second: float
+    seconds_left: float
+
+
+class Pace:
+    """Times the steps of a run of `num_steps` steps of `tokens_per_step` tokens over all ranks."""
+
+    def __init__(self, num_steps: int, tokens_per_step: int) -> None:
+        self._steps_left = num_steps
+        self._tokens_per_step = tokens_per_step
+        self._interval_started = time.perf_counter()
+        self._interval_steps = 0
+
+    def step_done(self) -> None:
+        """Count a step."""
+        self._steps_left -= 1
+        self._interval_steps += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what happens inside (evaluation)."""
+        paused_at = time.perf_counter()
+        yield
+        self._interval_started += time.perf_counter() - paused_at
+
+    def take_interval(self) -> IntervalTiming:
+        """Timing of the steps since the last call, of which there must be one at least."""
+        now = time.perf_counter()
+        seconds = (now - self._interval_started) / self._interval_steps
+        self._interval_started = now
+        self._interval_steps = 0
+        return IntervalTiming(seconds, self._tokens_per_step / seconds, seconds * self._steps_left)
