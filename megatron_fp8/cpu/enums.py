@@ -1,17 +1,21 @@
-"""Owns the enums of `transformer_engine_torch`, with the values of Transformer Engine's C headers.
+"""Enumerations of Transformer Engine's compiled extension, with its own names and values.
 
-Must not know kernels. Facts from `transformer_engine.h`, `fused_attn.h` and `comm_gemm_overlap.h`.
+Owns the numbers only. The values are those of TE's C headers (`transformer_engine.h`, `fused_attn.h`,
+`fused_router.h`, `comm_gemm_overlap.h`); TE's Python checks some of them at import (`constants.DType`,
+`fused_attn.FusedAttnBackend`) and stores them as plain integers in checkpoints. Must not know any kernel.
 """
+
+from __future__ import annotations
 
 from enum import IntEnum
 
 __all__ = [
+    "CommGemmOverlapRole",
     "CommOverlapAlgo",
     "CommOverlapType",
     "DType",
     "FP8BwdTensors",
     "FP8FwdTensors",
-    "Float8BlockScaleTensorFormat",
     "NVTEQBHistogramMode",
     "NVTERoutingMapFormat",
     "NVTEScalingMode",
@@ -23,9 +27,18 @@ __all__ = [
     "NVTE_Softmax_Type",
 ]
 
+EXTENSION_NAME = "transformer_engine_torch"
 
-class DType(IntEnum):
-    """Element types (`NVTEDType`); 1, 3 and 9 are types that the extension does not expose."""
+
+class _ExtensionEnum(IntEnum):
+    """Base of all: pickles name the extension's module, so that they load where TE's real one is installed."""
+
+    def __init_subclass__(cls) -> None:
+        cls.__module__ = EXTENSION_NAME
+
+
+class DType(_ExtensionEnum):
+    """TE data types. Gaps are types of the C library that its Python binding does not expose."""
 
     kByte = 0
     kInt32 = 2
@@ -37,114 +50,161 @@ class DType(IntEnum):
     kFloat4E2M1 = 10
 
 
-FP8FwdTensors = IntEnum(
-    "FP8FwdTensors", [f"GEMM{n}_{kind}" for n in (1, 2, 3) for kind in ("INPUT", "WEIGHT", "OUTPUT")], start=0
-)
-FP8BwdTensors = IntEnum(
-    "FP8BwdTensors", [f"GRAD_{kind}{n}" for n in (1, 2, 3) for kind in ("OUTPUT", "INPUT")], start=0
-)
-NVTE_Bias_Type = IntEnum(
-    "NVTE_Bias_Type",
-    ["NVTE_NO_BIAS", "NVTE_PRE_SCALE_BIAS", "NVTE_POST_SCALE_BIAS", "NVTE_ALIBI"],
-    start=0,
-)
-NVTE_Mask_Type = IntEnum(
-    "NVTE_Mask_Type",
-    [
-        "NVTE_NO_MASK",
-        "NVTE_PADDING_MASK",
-        "NVTE_CAUSAL_MASK",
-        "NVTE_PADDING_CAUSAL_MASK",
-        "NVTE_CAUSAL_BOTTOM_RIGHT_MASK",
-        "NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
-    ],
-    start=0,
-)
-NVTE_Softmax_Type = IntEnum(
-    "NVTE_Softmax_Type",
-    ["NVTE_VANILLA_SOFTMAX", "NVTE_OFF_BY_ONE_SOFTMAX", "NVTE_LEARNABLE_SOFTMAX"],
-    start=0,
-)
-NVTE_Fused_Attn_Backend = IntEnum(
-    "NVTE_Fused_Attn_Backend", {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
-)
-NVTE_QKV_Format = IntEnum(
-    "NVTE_QKV_Format",
-    [
-        "NVTE_SBHD",
-        "NVTE_BSHD",
-        "NVTE_THD",
-        "NVTE_BSHD_2SBHD",
-        "NVTE_SBHD_2BSHD",
-        "NVTE_THD_2BSHD",
-        "NVTE_THD_2SBHD",
-        "NVTE_BHSD",
-        "NVTE_QKV_Format_NOT_SET",
-    ],
-    start=0,
-)
-NVTE_QKV_Layout = IntEnum(
-    "NVTE_QKV_Layout",
-    [
-        "NVTE_SB3HD",
-        "NVTE_SBH3D",
-        "NVTE_SBHD_SB2HD",
-        "NVTE_SBHD_SBH2D",
-        "NVTE_SBHD_SBHD_SBHD",
-        "NVTE_BS3HD",
-        "NVTE_BSH3D",
-        "NVTE_BSHD_BS2HD",
-        "NVTE_BSHD_BSH2D",
-        "NVTE_BSHD_BSHD_BSHD",
-        "NVTE_T3HD",
-        "NVTE_TH3D",
-        "NVTE_THD_T2HD",
-        "NVTE_THD_TH2D",
-        "NVTE_THD_THD_THD",
-        "NVTE_SBHD_BSHD_BSHD",
-        "NVTE_BSHD_SBHD_SBHD",
-        "NVTE_THD_BSHD_BSHD",
-        "NVTE_THD_SBHD_SBHD",
-        "NVTE_Paged_KV_BSHD_BSHD_BSHD",
-        "NVTE_Paged_KV_BSHD_SBHD_SBHD",
-        "NVTE_Paged_KV_SBHD_BSHD_BSHD",
-        "NVTE_Paged_KV_SBHD_SBHD_SBHD",
-        "NVTE_Paged_KV_THD_BSHD_BSHD",
-        "NVTE_Paged_KV_THD_SBHD_SBHD",
-        "NVTE_BHSD_BHSD_BHSD",
-        "NVTE_QKV_Layout_NOT_SET",
-    ],
-    start=0,
-)
-NVTEScalingMode = IntEnum(
-    "NVTEScalingMode",
-    [
-        "NVTE_DELAYED_TENSOR_SCALING",
-        "NVTE_MXFP8_1D_SCALING",
-        "NVTE_BLOCK_SCALING_1D",
-        "NVTE_BLOCK_SCALING_2D",
-        "NVTE_NVFP4_1D_SCALING",
-        "NVTE_INVALID_SCALING",
-    ],
-    start=0,
-)
-CommOverlapType = IntEnum("CommOverlapType", ["RS", "AG"], start=0)
-CommOverlapAlgo = IntEnum(
-    "CommOverlapAlgo",
-    [
-        "BULK_OVERLAP_AG",
-        "BULK_OVERLAP_RS",
-        "SPLIT_PIPELINED_AG_P2P",
-        "SPLIT_PIPELINED_RS",
-        "SPLIT_PIPELINED_RS_P2P",
-        "ATOMIC_GEMM_RS",
-        "ATOMIC_GEMM_AG_P2P",
-        "ATOMIC_GEMM_RS_P2P",
-        "EXTERNAL_BULK_OVERLAP_AG",
-    ],
-    start=0,
-)
-Float8BlockScaleTensorFormat = IntEnum("Float8BlockScaleTensorFormat", ["GEMM_READY", "COMPACT"], start=0)
-# Mixture-of-experts routing, which has no CPU kernels: Transformer Engine reads these when imported.
-NVTERoutingMapFormat = IntEnum("NVTERoutingMapFormat", ["BYTEMAP", "BITMAP_U8"], start=0)
-NVTEQBHistogramMode = IntEnum("NVTEQBHistogramMode", ["TWO_KERNEL", "FUSED_ATOMIC"], start=0)
+class FP8FwdTensors(_ExtensionEnum):
+    """Index of a forward tensor in a module's FP8 scales and amax history."""
+
+    GEMM1_INPUT = 0
+    GEMM1_WEIGHT = 1
+    GEMM1_OUTPUT = 2
+    GEMM2_INPUT = 3
+    GEMM2_WEIGHT = 4
+    GEMM2_OUTPUT = 5
+    GEMM3_INPUT = 6
+    GEMM3_WEIGHT = 7
+    GEMM3_OUTPUT = 8
+
+
+class FP8BwdTensors(_ExtensionEnum):
+    """Index of a backward tensor in a module's FP8 scales and amax history."""
+
+    GRAD_OUTPUT1 = 0
+    GRAD_INPUT1 = 1
+    GRAD_OUTPUT2 = 2
+    GRAD_INPUT2 = 3
+    GRAD_OUTPUT3 = 4
+    GRAD_INPUT3 = 5
+
+
+class NVTEScalingMode(_ExtensionEnum):
+    """How a quantized tensor is scaled."""
+
+    NVTE_DELAYED_TENSOR_SCALING = 0
+    NVTE_MXFP8_1D_SCALING = 1
+    NVTE_BLOCK_SCALING_1D = 2
+    NVTE_BLOCK_SCALING_2D = 3
+    NVTE_NVFP4_1D_SCALING = 4
+    NVTE_INVALID_SCALING = 100
+
+
+class NVTE_Bias_Type(_ExtensionEnum):
+    """Attention bias."""
+
+    NVTE_NO_BIAS = 0
+    NVTE_PRE_SCALE_BIAS = 1
+    NVTE_POST_SCALE_BIAS = 2
+    NVTE_ALIBI = 3
+
+
+class NVTE_Mask_Type(_ExtensionEnum):
+    """Attention mask."""
+
+    NVTE_NO_MASK = 0
+    NVTE_PADDING_MASK = 1
+    NVTE_CAUSAL_MASK = 2
+    NVTE_PADDING_CAUSAL_MASK = 3
+    NVTE_CAUSAL_BOTTOM_RIGHT_MASK = 4
+    NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK = 5
+
+
+class NVTE_Softmax_Type(_ExtensionEnum):
+    """Attention softmax."""
+
+    NVTE_VANILLA_SOFTMAX = 0
+    NVTE_OFF_BY_ONE_SOFTMAX = 1
+    NVTE_LEARNABLE_SOFTMAX = 2
+
+
+class NVTE_Fused_Attn_Backend(_ExtensionEnum):
+    """Fused attention sub-backend. 0 was removed from TE and is not reused."""
+
+    NVTE_No_Backend = -1
+    NVTE_F16_arbitrary_seqlen = 1
+    NVTE_FP8 = 2
+
+
+class NVTE_QKV_Format(_ExtensionEnum):
+    """Order of sequence, batch and head of Q and of K, V where they differ."""
+
+    NVTE_SBHD = 0
+    NVTE_BSHD = 1
+    NVTE_THD = 2
+    NVTE_BSHD_2SBHD = 3
+    NVTE_SBHD_2BSHD = 4
+    NVTE_THD_2BSHD = 5
+    NVTE_THD_2SBHD = 6
+    NVTE_BHSD = 7
+    NVTE_QKV_Format_NOT_SET = 8
+
+
+class NVTE_QKV_Layout(_ExtensionEnum):
+    """Memory layout of Q, K and V."""
+
+    NVTE_SB3HD = 0
+    NVTE_SBH3D = 1
+    NVTE_SBHD_SB2HD = 2
+    NVTE_SBHD_SBH2D = 3
+    NVTE_SBHD_SBHD_SBHD = 4
+    NVTE_BS3HD = 5
+    NVTE_BSH3D = 6
+    NVTE_BSHD_BS2HD = 7
+    NVTE_BSHD_BSH2D = 8
+    NVTE_BSHD_BSHD_BSHD = 9
+    NVTE_T3HD = 10
+    NVTE_TH3D = 11
+    NVTE_THD_T2HD = 12
+    NVTE_THD_TH2D = 13
+    NVTE_THD_THD_THD = 14
+    NVTE_SBHD_BSHD_BSHD = 15
+    NVTE_BSHD_SBHD_SBHD = 16
+    NVTE_THD_BSHD_BSHD = 17
+    NVTE_THD_SBHD_SBHD = 18
+    NVTE_Paged_KV_BSHD_BSHD_BSHD = 19
+    NVTE_Paged_KV_BSHD_SBHD_SBHD = 20
+    NVTE_Paged_KV_SBHD_BSHD_BSHD = 21
+    NVTE_Paged_KV_SBHD_SBHD_SBHD = 22
+    NVTE_Paged_KV_THD_BSHD_BSHD = 23
+    NVTE_Paged_KV_THD_SBHD_SBHD = 24
+    NVTE_BHSD_BHSD_BHSD = 25
+    NVTE_QKV_Layout_NOT_SET = 26
+
+
+class NVTERoutingMapFormat(_ExtensionEnum):
+    """Layout of a mixture-of-experts routing map."""
+
+    BYTEMAP = 0
+    BITMAP_U8 = 1
+
+
+class NVTEQBHistogramMode(_ExtensionEnum):
+    """How the router's quantile-balancing histogram is computed."""
+
+    TWO_KERNEL = 0
+    FUSED_ATOMIC = 1
+
+
+class CommOverlapType(_ExtensionEnum):
+    """Collective that a GEMM is overlapped with: reduce-scatter or all-gather."""
+
+    RS = 0
+    AG = 1
+
+
+class CommGemmOverlapRole(_ExtensionEnum):
+    """Side of the GEMM that the overlapped collective works on."""
+
+    INPUT = 0
+    OUTPUT = 1
+
+
+class CommOverlapAlgo(_ExtensionEnum):
+    """Userbuffers overlap algorithm."""
+
+    BULK_OVERLAP_AG = 0
+    BULK_OVERLAP_RS = 1
+    SPLIT_PIPELINED_AG_P2P = 2
+    SPLIT_PIPELINED_RS = 3
+    SPLIT_PIPELINED_RS_P2P = 4
+    ATOMIC_GEMM_RS = 5
+    ATOMIC_GEMM_AG_P2P = 6
+    ATOMIC_GEMM_RS_P2P = 7
+    EXTERNAL_BULK_OVERLAP_AG = 8

@@ -1,56 +1,84 @@
-"""Owns the assembly of the module that stands for `transformer_engine_torch`: enums, kernels by theme, and an error
-with its name for everything else. Must not know what a kernel computes.
+"""Assembles the module that stands for `transformer_engine_torch`, TE's compiled extension, on CPUs.
+
+Owns which kernel files make up the extension and what a name without a stand-in does: it can be imported,
+looked up and used in annotations, and raises `NotImplementedError` with its name when it is called. Must not
+know how any kernel works, and must not import Transformer Engine.
 """
+
+from __future__ import annotations
 
 import importlib
 import importlib.util
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-_NAME = "transformer_engine_torch"
-_PARTS = (
-    "enums",
-    "kernels.activations",
-    "kernels.attention",
-    "kernels.dropout",
-    "kernels.gemm",
-    "kernels.library",
-    "kernels.multi_tensor",
-    "kernels.norms",
-    "kernels.quantize",
-    "kernels.rope",
-    "kernels.scaling",
-    "kernels.softmax",
+from megatron_fp8.cpu import enums
+
+__all__ = ["build_extension"]
+
+KERNEL_THEMES = (
+    "library",
+    "quantize",
+    "gemm",
+    "scaling",
+    "norms",
+    "activations",
+    "attention",
+    "softmax",
+    "rope",
+    "dropout",
+    "multi_tensor",
+    "permute",
 )
 
 
-def build_extension() -> ModuleType:
-    """The stand-in module: what each part lists in `__all__`.
+class _Missing(type):
+    """Class of the classes that stand for extension names without a CPU stand-in.
 
-    Every other name is a class that raises NotImplementedError when called: Transformer Engine looks up many names
-    when imported that a program never calls. Raises ValueError when two parts supply the same name.
+    They are classes, not functions, because TE names some of them in annotations (`Union[tex.CommOverlap, ...]`)
+    and some are name spaces (`tex.grouped_mlp_experimental.f`).
     """
-    extension = ModuleType(_NAME, "Transformer Engine's compiled extension, on the CPU.")
-    for part in _PARTS:
-        if importlib.util.find_spec(f"megatron_fp8.cpu.{part}") is None:
-            continue
-        module = importlib.import_module(f"megatron_fp8.cpu.{part}")
-        for name in module.__all__:
-            if hasattr(extension, name):
-                raise ValueError(f"{name} is supplied twice, the second time by megatron_fp8.cpu.{part}")
-            setattr(extension, name, getattr(module, name))
-    extension.__getattr__ = _missing  # type: ignore[method-assign]
-    return extension
 
-
-def _missing(name: str) -> type:
-    if name.startswith("__"):
-        raise AttributeError(name)
-
-    def refuse(*_args: object, **_kwargs: object) -> NoReturn:
+    def __call__(cls, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            f"{_NAME}.{name} has no CPU stand-in. It can be written in megatron_fp8/cpu/kernels/; on a machine with "
-            "CUDA, Transformer Engine's own is used"
+            f"{enums.EXTENSION_NAME}.{cls.__qualname__} has no CPU stand-in. It runs only with Transformer Engine's"
+            " compiled extension on a GPU; choose a layer, recipe or option that does not call it, or add a kernel"
+            " in megatron_fp8/cpu/kernels/."
         )
 
-    return type(name, (), {"__new__": refuse, "__module__": _NAME})
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{cls.__qualname__}.{name}")
+        return _missing(f"{cls.__qualname__}.{name}")
+
+
+def _missing(qualified_name: str) -> type:
+    namespace = {"__module__": enums.EXTENSION_NAME, "__qualname__": qualified_name}
+    return _Missing(qualified_name.rsplit(".", 1)[-1], (), namespace)
+
+
+def build_extension() -> ModuleType:
+    """A new module with TE's enums and every kernel of `megatron_fp8.cpu.kernels`.
+
+    The caller puts it into `sys.modules["transformer_engine_torch"]` before TE is imported.
+    """
+    extension = ModuleType(enums.EXTENSION_NAME, "CPU stand-in for Transformer Engine's compiled extension.")
+
+    def look_up(name: str) -> type:
+        # Private names are probes of the import system and of libraries: they must fail as usual.
+        if name.startswith("_"):
+            raise AttributeError(f"module {enums.EXTENSION_NAME!r} has no attribute {name!r}")
+        stand_in = _missing(name)
+        setattr(extension, name, stand_in)
+        return stand_in
+
+    for name in enums.__all__:
+        setattr(extension, name, getattr(enums, name))
+    for theme in KERNEL_THEMES:
+        if importlib.util.find_spec(f"megatron_fp8.cpu.kernels.{theme}") is None:
+            continue
+        kernels = importlib.import_module(f"megatron_fp8.cpu.kernels.{theme}")
+        for name in kernels.__all__:
+            setattr(extension, name, getattr(kernels, name))
+    extension.__getattr__ = look_up  # type: ignore[method-assign]
+    return extension

@@ -1,7 +1,10 @@
-"""Owns what `transformer_engine_torch` answers about its libraries and device: as those of an H100 node.
+"""What the extension answers about the libraries and the device that it was built for.
 
-Must not know kernels.
+Owns the answers that decide nothing about numbers: library versions, stream counts, link capabilities. They
+describe a Hopper machine with current libraries, without Userbuffers links between GPUs.
 """
+
+from __future__ import annotations
 
 __all__ = [
     "device_supports_multicast",
@@ -14,30 +17,32 @@ __all__ = [
 
 
 def get_cublasLt_version() -> int:
-    """Version of cuBLASLt, one that has every FP8 GEMM (13.0)."""
+    """cuBLASLt version as CUDA encodes it. TE asks for >= 120103 before it allows FP8 on Hopper."""
     return 130000
 
 
 def get_cudnn_version() -> int:
-    """Version of cuDNN, one that has every fused attention (9.13)."""
-    return 91300
+    """cuDNN version, `major * 10000 + minor * 100 + patch`."""
+    return 91800
 
 
 def get_num_cublas_streams() -> int:
-    """Streams of a grouped GEMM."""
-    return 4
+    """Number of compute streams that grouped GEMMs are spread over. On CPUs everything is in one order."""
+    return 1
 
 
-def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:  # noqa: ARG001
-    """Lowest and highest priority of a stream."""
-    return (0, 0)
+def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
+    """Lowest and highest stream priority. Streams have none here."""
+    del device_id
+    return 0, 0
 
 
-def device_supports_multicast(device_id: int = -1) -> bool:  # noqa: ARG001
-    """Whether NVLink multicast is there."""
+def device_supports_multicast(device_id: int = -1) -> bool:
+    """Whether GPUs share multicast memory, as Userbuffers overlap needs. Never here."""
+    del device_id
     return False
 
 
 def ubuf_built_with_mpi() -> bool:
-    """Whether Userbuffers start through MPI."""
+    """Whether Userbuffers bootstrap over MPI. Never here."""
     return False
