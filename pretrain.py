@@ -6,6 +6,7 @@ Parses and checks the config before torch is imported; a mistake ends with exit 
 import sys
 
 from megatron_fp8.config.cli import parse_command_line
+
 from megatron_fp8.config.load import process_environment
 
 

@@ -6,7 +6,6 @@ Must not know the optimizer or the loop.
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import nn
 
@@ -20,11 +19,10 @@ from megatron_fp8.parallel.groups import ParallelGroups
 from megatron_fp8.precision.manager import PrecisionManager
 
 
-def stage_specs(config: Config, pp_rank: int) -> list[StageSpec]:
+def stage_specs(layout: Layout, pp_rank: int) -> list[StageSpec]:
     """The chunks of pipeline rank `pp_rank`: chunk `v` of `V` holds the layers after those of all chunks before it."""
-    pp_size = config.parallel.pipeline_model_parallel_size
-    num_chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
-    num_layers = config.model.num_layers // (pp_size * num_chunks)
+    pp_size, num_chunks = layout.pipeline_model_parallel_size, layout.num_chunks
+    num_layers = layout.layers_per_chunk
     return [
         StageSpec(
             first_layer=(chunk * pp_size + pp_rank) * num_layers,
@@ -63,10 +61,8 @@ def build_model(
         activation=config.model.activation,
     )
     chunks = []
-    for spec in stage_specs(config, groups.pp.rank()):
-        stage = GPTStage(
-            spec, config.model, megatron_config, factory, precision, vocab_size, layout.padded_vocab_size
-        )
+    for spec in stage_specs(layout, groups.pp.rank()):
+        stage = GPTStage(spec, config.model, megatron_config, factory, precision, vocab_size, layout.padded_vocab_size)
         init_parameters(global_parameters([stage]), settings, groups.tp)
         chunks.append(
             DistributedDataParallel(
@@ -98,15 +94,3 @@ def global_name(name: str, first_layer: int) -> str:
     if parts[0] == "layers":
         parts[1] = str(int(parts[1]) + first_layer)
     return ".".join(parts)
-
-
-def num_parameters(chunks: Sequence[nn.Module], groups: ParallelGroups) -> int:
-    """Parameters of the whole model, padding of the vocabulary included, each counted once; a collective."""
-    count = 0
-    for _, parameter in global_parameters(chunks):
-        whole = getattr(parameter, "tensor_model_parallel", False) or groups.tp.rank() == 0
-        if whole and groups.dp.rank() == 0 and not getattr(parameter, "shared", False):
-            count += parameter.numel()
-    total = torch.tensor([count], dtype=torch.int64, device=next(chunks[0].parameters()).device)
-    torch.distributed.all_reduce(total)
-    return int(total)

@@ -3,7 +3,6 @@
 Must not know pipeline stages or formats.
 """
 
-import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn

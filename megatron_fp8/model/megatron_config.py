@@ -8,10 +8,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_fp8.config.layout import Layout
+from megatron_fp8.config.layout import GATED_ACTIVATIONS, Layout
 from megatron_fp8.config.schema import Config
-
-_GATED_ACTIVATIONS = frozenset({"geglu", "reglu", "swiglu"})
 
 
 def _keep(weight: Tensor) -> Tensor:
@@ -30,7 +28,7 @@ def transformer_config(config: Config, layout: Layout, params_dtype: torch.dtype
         num_query_groups=layout.num_query_groups,
         kv_channels=layout.kv_channels,
         ffn_hidden_size=layout.ffn_hidden_size,
-        gated_linear_unit=model.activation in _GATED_ACTIVATIONS,
+        gated_linear_unit=model.activation in GATED_ACTIVATIONS,
         add_bias_linear=model.add_bias_linear,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,

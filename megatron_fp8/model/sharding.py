@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_fp8.config.layout import GATED_ACTIVATIONS
+
 
 @dataclass(frozen=True)
 class ParameterSharding:
@@ -72,7 +74,6 @@ _TABLE: dict[str, ParameterSharding] = {
     "final_norm.bias": _WHOLE,
     "output_layer.weight": _VOCAB,
 }
-_GATED_ACTIVATIONS = frozenset({"geglu", "reglu", "swiglu"})
 _GATED_NAMES = ("layernorm_mlp.fc1_weight", "layernorm_mlp.fc1_bias")
 
 
@@ -81,9 +82,11 @@ def parameter_sharding(name: str, activation: str) -> ParameterSharding:
 
     Raises KeyError for a name that the table lacks.
     """
-    if activation in _GATED_ACTIVATIONS and name.endswith(_GATED_NAMES):
+    if activation in GATED_ACTIVATIONS and name.endswith(_GATED_NAMES):
         return _GATED_COLUMN
     for ending, sharding in _TABLE.items():
         if name == ending or name.endswith("." + ending):
             return sharding
-    raise KeyError(f"no sharding is known for parameter {name!r}; add it to the table in megatron_fp8/model/sharding.py")
+    raise KeyError(
+        f"no sharding is known for parameter {name!r}; add it to the table in megatron_fp8/model/sharding.py"
+    )

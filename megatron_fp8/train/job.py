@@ -46,7 +46,8 @@ def run_job(config: Config, vocab_size: int) -> JobSummary:
 
     backend = config.parallel.distributed_backend
     init_process_group(
-        device.collective_backend if backend == "auto" else backend, config.parallel.distributed_timeout_minutes
+        device.collective_backend if backend == "auto" else backend,
+        config.parallel.distributed_timeout_minutes,
     )
     layout = derive_layout(config, torch.distributed.get_world_size(), vocab_size)
     with ExitStack() as stack:
@@ -56,10 +57,8 @@ def run_job(config: Config, vocab_size: int) -> JobSummary:
         if config.data.tokenizer_model is None:
             raise ValueError("data.tokenizer_model is not set")
         parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder)
-        datasets = build_datasets(
-            config, Tokenizer.load(config.data.tokenizer_model), reads_data=parts.reads_data
-        )
-        recorder.write("start", _description(config, layout, device, parts.num_parameters, run_directory))
+        datasets = build_datasets(config, Tokenizer.load(config.data.tokenizer_model), reads_data=parts.reads_data)
+        recorder.write("start", _description(config, layout, device, run_directory))
         losses = train(parts, datasets, started)
     return JobSummary(run_directory, losses.first, losses.last, time.monotonic() - started)
 
@@ -77,7 +76,7 @@ def _open_run(config: Config) -> tuple[Path | None, Recorder]:
 
 
 def _description(
-    config: Config, layout: Layout, device: devices.Device, num_parameters: int, run_directory: Path | None
+    config: Config, layout: Layout, device: devices.Device, run_directory: Path | None
 ) -> dict[str, float | int | str | bool | None]:
     parallel, precision = config.parallel, config.precision
     formats = precision.mode
@@ -93,5 +92,5 @@ def _description(
             f" x dp {layout.data_parallel_size}, {layout.num_microbatches} micro-batches of"
             f" {config.training.micro_batch_size}"
         ),
-        "parameters": f"{num_parameters:,}",
+        "parameters": f"{layout.num_parameters:,}",
     }

@@ -23,7 +23,7 @@ from megatron_fp8.parallel.groups import ParallelGroups
 from megatron_fp8.report.record import Recorder
 from megatron_fp8.train.pace import Pace
 from megatron_fp8.train.state import TrainState
-from megatron_fp8.train.step import BatchShape, LossSum, StepResult, Stepper
+from megatron_fp8.train.step import BatchShape, LossSum, Stepper, StepResult
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class TrainingParts:
     schedule: OptimizerParamScheduler
     stepper: Stepper
     recorder: Recorder
-    num_parameters: int
 
     @property
     def needs_data(self) -> bool:
@@ -62,7 +61,10 @@ class TrainingParts:
         """Micro-batches of `dataset` from its start."""
         training = self.config.training
         sampler = BatchSampler(
-            training.micro_batch_size, training.global_batch_size, self.groups.dp.rank(), self.groups.dp.size()
+            training.micro_batch_size,
+            training.global_batch_size,
+            self.groups.dp.rank(),
+            self.groups.dp.size(),
         )
         return BatchLoader(
             dataset if self.reads_data else None,  # type: ignore[arg-type]
@@ -131,9 +133,7 @@ def _evaluate(parts: TrainingParts, datasets: Datasets, state: TrainState) -> fl
         return None
     with parts.loader(datasets.valid, datasets.num_valid_samples) as loader:
         iterators = loader.iterators(len(parts.chunks))
-        losses = [
-            parts.stepper.evaluate(iterators, parts.batch_shape) for _ in range(parts.config.training.eval_iters)
-        ]
+        losses = [parts.stepper.evaluate(iterators, parts.batch_shape) for _ in range(parts.config.training.eval_iters)]
     mean = LossSum.total(losses).reduced_mean()
     parts.recorder.write(
         "validation",

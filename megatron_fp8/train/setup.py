@@ -3,13 +3,10 @@
 Imports Transformer Engine and Megatron Core, so `device.prepare()` comes first.
 """
 
-import torch
-import torch.distributed
-
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.device import Device
-from megatron_fp8.model.build import build_model, num_parameters
+from megatron_fp8.model.build import build_model
 from megatron_fp8.optim.build import build_optimizer, build_schedule
 from megatron_fp8.parallel.groups import amax_group, build_groups, seed_ranks
 from megatron_fp8.precision.manager import PrecisionManager
@@ -19,15 +16,11 @@ from megatron_fp8.train.loop import TrainingParts
 from megatron_fp8.train.step import Stepper
 
 
-def build_parts(
-    config: Config, layout: Layout, vocab_size: int, device: Device, recorder: Recorder
-) -> TrainingParts:
+def build_parts(config: Config, layout: Layout, vocab_size: int, device: Device, recorder: Recorder) -> TrainingParts:
     """Build this rank's share; collective over all ranks, the process group must be running."""
     groups = build_groups(config.parallel)
     seed_ranks(config.training.seed, groups)
-    precision = PrecisionManager(
-        build_policy(config.precision), amax_group(config.precision.amax_reduction, groups)
-    )
+    precision = PrecisionManager(build_policy(config.precision), amax_group(config.precision.amax_reduction, groups))
     chunks = build_model(config, layout, vocab_size, groups, precision, device.torch_device)
     optimizer = build_optimizer(config, chunks, precision.params_dtype)
     return TrainingParts(
@@ -40,5 +33,4 @@ def build_parts(
         schedule=build_schedule(config, optimizer),
         stepper=Stepper(chunks, groups, precision, device.torch_device),
         recorder=recorder,
-        num_parameters=num_parameters(chunks, groups),
     )
