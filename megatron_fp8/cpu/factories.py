@@ -51,11 +51,11 @@ def host_device(device: Any) -> Any:
 def _mapping_device(function: Callable[..., Any], aliasing: bool = False) -> Callable[..., Any]:
     @functools.wraps(function)
     def factory(*args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
         # Pinned memory exists to be copied to a GPU.
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
-        if device is None or not is_cuda_device(device):
+        device = kwargs.get("device")
+        if device is None or device is ON_CUDA or not is_cuda_device(device):
             return function(*args, **kwargs)
         kwargs["device"] = ON_CUDA
         result = function(*args, **kwargs)
@@ -96,6 +96,8 @@ def _patch_moves() -> None:
     @functools.wraps(original_to)
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device = args[0] if args else kwargs.get("device")
+        if type(device) is torch.dtype:
+            return original_to(self, *args, **kwargs)
         if is_cuda_device(device):
             if args:
                 args = (ON_CUDA, *args[1:])
