@@ -13,7 +13,14 @@ from torch import Tensor
 from megatron_fp8.cpu.enums import DType
 from megatron_fp8.cpu.kernels import casts
 
-__all__ = ["bgrad_quantize", "compute_amax", "dequantize", "fp8_transpose", "quantize"]
+__all__ = [
+    "bgrad_quantize",
+    "compute_amax",
+    "create_empty_quantized_tensor",
+    "dequantize",
+    "fp8_transpose",
+    "quantize",
+]
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _TORCH_DTYPES = {
@@ -82,20 +89,40 @@ def current_scale(amax: Tensor, fp8_max: float, force_pow_2: bool, epsilon: floa
     return scale
 
 
+def create_empty_quantized_tensor(
+    quantizer: Any,
+    shape: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    pin_memory: bool = False,  # noqa: ARG001
+) -> Any:
+    """A quantised tensor of nominal `dtype` with undefined bytes and scale, with the usages of `quantizer`."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+
+    if not isinstance(quantizer, Float8Quantizer | Float8CurrentScalingQuantizer):
+        raise NotImplementedError(f"an empty tensor of {type(quantizer).__name__} has no CPU stand-in")
+    data = torch.empty(shape, dtype=torch.uint8, device=device)
+    return _wrap(data, torch.empty(1, device=device), quantizer, dtype)
+
+
 def _new(tensor: Tensor, quantizer: Any, data: Tensor, scale: Tensor) -> Any:
+    return _wrap(data, torch.reciprocal(scale).reshape(1), quantizer, tensor.dtype)
+
+
+def _wrap(data: Tensor, scale_inv: Tensor, quantizer: Any, dtype: torch.dtype) -> Any:
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
     parts = {
         "data": data if quantizer.rowwise_usage else None,
         "data_transpose": fp8_transpose(data, quantizer.dtype) if quantizer.columnwise_usage else None,
-        "fp8_scale_inv": torch.reciprocal(scale).reshape(1),
+        "fp8_scale_inv": scale_inv,
         "fp8_dtype": quantizer.dtype,
         "quantizer": quantizer,
     }
     if quantizer.internal:
-        return Float8TensorStorage(fake_dtype=tensor.dtype, **parts)
-    return Float8Tensor(shape=tensor.shape, dtype=tensor.dtype, device=tensor.device, **parts)
+        return Float8TensorStorage(fake_dtype=dtype, **parts)
+    return Float8Tensor(shape=data.shape, dtype=dtype, device=data.device, **parts)
 
 
 def _write(output: Any, tensor: Tensor, quantizer: Any, scale: Tensor, fp8: torch.dtype) -> None:
