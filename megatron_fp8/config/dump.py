@@ -40,7 +40,5 @@ def dump_config(config: Config, origins: Mapping[str, str] | None = None) -> str
 
 def _to_yaml(value: Any) -> str:
     """`value` on one line; YAML 1.1's own forms, so that `off` is quoted and 1e-5 is written 1.0e-05."""
-    text = yaml.safe_dump(
-        value, default_flow_style=True, width=float("inf"), allow_unicode=True, explicit_end=False
-    )
+    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True, explicit_end=False)
     return text.removesuffix("\n").removesuffix("\n...")

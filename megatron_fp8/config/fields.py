@@ -7,6 +7,7 @@ Knows nothing of where values come from. Imports no torch.
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,12 +27,13 @@ _TEXT_OF_KIND = {
     "str": "text",
     "strings": "a list of texts",
 }
+_WITHIN = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
 _TEXT_OF_BOUND = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """One config key; `choices` is empty unless `kind` is "choice", `bounds` are pydantic's ge, gt, le, lt."""
+    """One config key; `choices` are those of `kind` "choice", `bounds` are pydantic's ge, gt, le, lt."""
 
     key: str
     kind: Kind
@@ -52,6 +54,14 @@ class FieldSpec:
     def name(self) -> str:
         """The part of the key after the dot."""
         return self.key.partition(".")[2]
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value of the right type is within the key's choices and range; null where that is allowed."""
+        if value is None:
+            return self.optional
+        if self.choices:
+            return value in self.choices
+        return all(_WITHIN[name](value, limit) for name, limit in self.bounds)
 
     @property
     def description(self) -> str:

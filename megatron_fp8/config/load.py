@@ -145,9 +145,7 @@ def _wrong_value(spec: FieldSpec, written: Written, reason: str) -> Problem:
     return Problem(spec.key, written.text, reason, use, written.origin)
 
 
-def _schema_problems(
-    error: ValidationError, source: Source, wrong: set[str], path: str | Path
-) -> Iterator[Problem]:
+def _schema_problems(error: ValidationError, source: Source, wrong: set[str], path: str | Path) -> Iterator[Problem]:
     """The schema's own complaints: missing keys, and values outside their range."""
     fields = config_fields()
     for detail in error.errors(include_url=False, include_context=False):

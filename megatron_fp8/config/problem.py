@@ -25,11 +25,7 @@ class Problem:
     def __str__(self) -> str:
         """Three lines for a person: key, value and origin; why; what to use."""
         origin = f"  ({self.origin})" if self.origin else ""
-        return (
-            f"{self.key} = {show_value(self.value)}{origin}\n"
-            f"    why: {self.reason}\n"
-            f"    use: {self.use_instead}"
-        )
+        return f"{self.key} = {show_value(self.value)}{origin}\n    why: {self.reason}\n    use: {self.use_instead}"
 
 
 class ConfigError(Exception):

@@ -103,9 +103,7 @@ def read_overrides(overrides: list[str]) -> Source:
             node = yaml.compose(text, Loader=yaml.SafeLoader)
         except (yaml.YAMLError, RecursionError) as error:
             source.problems.append(
-                Problem(
-                    key, text, f"not valid YAML: {_describe(error)}", f"{key}='...' in quotes", COMMAND_LINE
-                )
+                Problem(key, text, f"not valid YAML: {_describe(error)}", f"{key}='...' in quotes", COMMAND_LINE)
             )
             continue
         if node is None:
@@ -140,18 +138,14 @@ def _interpret(text: str, name: str) -> _File:
         origin = f"{name}:{mark.line + 1}" if mark else name
         lines = text.splitlines()
         shown = lines[mark.line].strip() if mark and mark.line < len(lines) else ""
-        source.problems.append(
-            Problem("(YAML)", shown, f"not valid YAML: {_describe(error)}", "valid YAML", origin)
-        )
+        source.problems.append(Problem("(YAML)", shown, f"not valid YAML: {_describe(error)}", "valid YAML", origin))
         source.unreadable = True
         return _File(source, None)
     if root is None:
         return _File(source, None)
     if not isinstance(root, yaml.MappingNode):
         source.problems.append(
-            Problem(
-                "(file)", text, "a config is a mapping of sections", "section: with key: value lines", name
-            )
+            Problem("(file)", text, "a config is a mapping of sections", "section: with key: value lines", name)
         )
         return _File(source, None)
     base = None

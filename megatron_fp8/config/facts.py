@@ -1,0 +1,143 @@
+"""Owns what every rule about a config works with: the facts it reads, the finding it reports, and the values
+that would be right instead.
+
+A suggested value is never computed from a formula alone: it is put into the config and all rules are asked
+again, so that following it never leads to the next mistake. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_fp8.config.fields import config_fields
+from megatron_fp8.config.problem import Problem, show_value
+from megatron_fp8.config.schema import Config
+
+WORLD_SIZE = "world_size"
+MOST_CANDIDATES = 256
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A config and what is known about its surroundings; None: not known (yet).
+
+    `vocab_size`: tokens of the tokenizer, before padding.
+    """
+
+    config: Config
+    world_size: int | None
+    vocab_size: int | None
+
+    def get(self, key: str) -> Any:
+        """The value of a dotted key, or the world size."""
+        if key == WORLD_SIZE:
+            return self.world_size
+        section, _, name = key.partition(".")
+        return getattr(getattr(self.config, section), name)
+
+    def with_value(self, key: str, value: Any) -> Facts:
+        """The same facts with another value for `key`."""
+        if key == WORLD_SIZE:
+            return replace(self, world_size=value)
+        section_name, _, name = key.partition(".")
+        section = getattr(self.config, section_name).model_copy(update={name: value})
+        return replace(self, config=self.config.model_copy(update={section_name: section}))
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        parallel = self.config.parallel
+        return (
+            parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+        )
+
+    @property
+    def data_parallel_size(self) -> int | None:
+        """Copies of the model, or None where the world size is unknown or does not divide."""
+        if self.world_size is None or self.world_size % self.model_parallel_size:
+            return None
+        return self.world_size // self.model_parallel_size
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Values of one key that may put a finding right, nearest first; at most `most` of them are named."""
+
+    key: str
+    candidates: Sequence[Any]
+    most: int = 2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mistake found by the rule named `rule`. `value` is what is shown (None: the key's own value).
+
+    `otherwise` is what to do when no single key puts it right.
+    """
+
+    rule: str
+    key: str
+    reason: str
+    alternatives: tuple[Alternative, ...] = ()
+    otherwise: str = ""
+    value: Any = None
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """What makes two findings, under two configs, the same mistake."""
+        return self.rule, self.key
+
+
+Rules = Callable[[Facts], Iterable[Finding]]
+
+
+def to_problem(finding: Finding, facts: Facts, rules: Rules, origins: Mapping[str, str]) -> Problem:
+    """The report of `finding`, with suggestions that `rules` accept, written as overrides."""
+    uses = []
+    for alternative in finding.alternatives:
+        values = accepted_values(finding, alternative, facts, rules)
+        if values:
+            uses.append(" or ".join(f"{alternative.key}={show_value(value)}" for value in values))
+    if not uses or finding.otherwise:
+        uses.append(finding.otherwise or f"another value of {finding.key}")
+    value = facts.get(finding.key) if finding.value is None else finding.value
+    origin = origins.get(finding.key, "")
+    return Problem(finding.key, value, finding.reason, "; or ".join(uses), origin)
+
+
+def accepted_values(finding: Finding, alternative: Alternative, facts: Facts, rules: Rules) -> list[Any]:
+    """The first of the candidates that the schema allows, that remove `finding` and bring no new one."""
+    before = {other.identity for other in rules(facts)}
+
+    spec = config_fields().get(alternative.key)
+
+    def accepted(value: Any) -> bool:
+        if spec is not None and not spec.allows(value):
+            return False
+        after = {other.identity for other in rules(facts.with_value(alternative.key, value))}
+        return finding.identity not in after and after <= before
+
+    tried = itertools.islice(alternative.candidates, MOST_CANDIDATES)
+    return list(itertools.islice(filter(accepted, tried), alternative.most))
+
+
+def multiples(value: int, step: int = 1, least: int = 1) -> list[int]:
+    """Multiples of `step` other than `value`, nearest first, below and above in turn, from `least` on."""
+    below = value - 1 - (value - 1) % step
+    above = value - value % step + step
+
+    pairs = itertools.zip_longest(
+        itertools.islice(range(below, max(least, 1) - 1, -step), MOST_CANDIDATES // 2),
+        range(above, above + step * (MOST_CANDIDATES // 2), step),
+    )
+    return [candidate for pair in pairs for candidate in pair if candidate is not None]
+
+
+def divisors(number: int, near: int) -> list[int]:
+    """Divisors of `number` other than `near`, nearest to `near` first."""
+    small = [divisor for divisor in range(1, min(number, 4096) + 1) if number % divisor == 0]
+    found = {*small, *(number // divisor for divisor in small)} - {near}
+    return sorted(found, key=lambda divisor: (abs(divisor - near), divisor))

@@ -1,0 +1,63 @@
+"""Owns what must hold between learning rates and the lengths of the schedule's parts. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_fp8.config.facts import Alternative, Facts, Finding
+
+LR = "optimizer.lr"
+MIN_LR = "optimizer.min_lr"
+WARMUP_INIT = "optimizer.lr_warmup_init"
+WARMUP = "optimizer.lr_warmup_iters"
+DECAY = "optimizer.lr_decay_iters"
+WSD_DECAY = "optimizer.lr_wsd_decay_iters"
+
+
+def check_optimizer(facts: Facts) -> Iterator[Finding]:
+    """Every mistake of the learning rates and of the schedule's lengths."""
+    optimizer = facts.config.optimizer
+    for rule, key in (("lowest rate", MIN_LR), ("first rate", WARMUP_INIT)):
+        if facts.get(key) > optimizer.lr:
+            yield Finding(
+                rule,
+                key,
+                f"it is above {LR}={optimizer.lr:g}, the highest rate",
+                (
+                    Alternative(key, [float(f"{optimizer.lr / 10:.1g}")]),
+                    Alternative(LR, [max(optimizer.min_lr, optimizer.lr_warmup_init)]),
+                ),
+            )
+    decay = optimizer.lr_decay_iters or facts.config.training.train_iters
+    decay_key = DECAY if optimizer.lr_decay_iters else "training.train_iters"
+    longer = Alternative(decay_key, [optimizer.lr_warmup_iters + (optimizer.lr_wsd_decay_iters or 0) + 1])
+    if optimizer.lr_warmup_iters >= decay:
+        yield Finding(
+            "warm-up",
+            WARMUP,
+            f"the warm-up has to end before the decay does, at step {decay} ({decay_key})",
+            (Alternative(WARMUP, [decay // 10, 0], most=1), longer),
+        )
+    yield from _wsd(facts, decay, longer)
+
+
+def _wsd(facts: Facts, decay: int, longer: Alternative) -> Iterator[Finding]:
+    optimizer = facts.config.optimizer
+    if optimizer.lr_decay_style != "WSD":
+        return
+    room = decay - optimizer.lr_warmup_iters
+    if optimizer.lr_wsd_decay_iters is None:
+        yield Finding(
+            "WSD length",
+            WSD_DECAY,
+            "lr_decay_style WSD needs the length of its last phase",
+            (Alternative(WSD_DECAY, [max(room // 5, 1)]),),
+        )
+    elif room > 0 and optimizer.lr_wsd_decay_iters > room:
+        yield Finding(
+            "WSD phases",
+            WSD_DECAY,
+            f"warm-up ({WARMUP}={optimizer.lr_warmup_iters}) and last phase together exceed the {decay} steps "
+            "of the schedule: the rate would jump",
+            (Alternative(WSD_DECAY, [room]), longer),
+        )
