@@ -71,12 +71,24 @@ def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
     return barrier
 
 
+def _keeping_memory(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`isend` of an alias: gloo sends in the background from the tensor's memory, which Megatron Core gives back
+    (`deallocate_output_tensor`) as soon as the send is asked for. Under NCCL the stream's order protects it."""
+
+    @functools.wraps(original)
+    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(tensor.detach(), *args, **kwargs)
+
+    return isend
+
+
 def patch_collectives() -> None:
     """Replace the functions of `torch.distributed` named above."""
     replacements: dict[str, Callable[..., Any]] = {
         "init_process_group": _without_cuda_arguments(dist.init_process_group, position=0),
         "new_group": _without_cuda_arguments(dist.new_group, position=2),
         "barrier": _barrier(dist.barrier),
+        "isend": _keeping_memory(dist.isend),
     }
     for name in _MOVE_NAMES.split():
         if hasattr(distributed_c10d, name):
