@@ -103,14 +103,15 @@ class GPTStage(MegatronModule):
         """Run the stage.
 
         `tokens`, `position_ids`, `labels`: int64 `[b, s]`, read by the stages that need them. Returns hidden states
-        `[s (/ tp), b, h]`; from the last stage per-token losses `[b, s]` in FP32, or without labels the logits
-        `[s, b, padded_vocab / tp]`.
+        `[s (/ tp), b, h]`; from the last stage per-token losses `[b, s]`, or without labels the logits
+        `[s, b, padded_vocab / tp]`, both FP32.
         """
         hidden = self.embedding(tokens, position_ids) if self.pre_process else self.input_tensor
         hidden = self._blocks(hidden)
         if not self.post_process:
             return hidden
-        logits = self.output_layer(self.final_norm(hidden))
+        # A copy of its own: the cross entropy works in place on what is FP32 already.
+        logits = self.output_layer(self.final_norm(hidden)).to(torch.float32, copy=True)
         self._mask_padded_vocab(logits)
         if labels is None:
             return logits
@@ -142,5 +143,5 @@ class GPTStage(MegatronModule):
         local = logits.shape[-1]
         first_padded = self._vocab_size - self._factory.tp.rank() * local
         if first_padded < local:
-            with torch.no_grad():
-                logits[..., max(first_padded, 0) :] = float("-inf")
+            # `.data`: autograd must not see this; nobody saved the logits, and their gradient there is 0 anyway.
+            logits.data[..., max(first_padded, 0) :] = float("-inf")

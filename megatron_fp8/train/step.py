@@ -93,6 +93,8 @@ class Stepper:
         """One optimizer step over one global batch; `iterators` has one iterator per model chunk."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
+            # Megatron's schedules would do this for configs that say FP8 in its own terms only.
+            chunk.module.is_first_microbatch = True
         optimizer.zero_grad()
         with self._precision.training_step():
             loss = self._forward_backward(iterators, shape, forward_only=False)
