@@ -100,12 +100,16 @@ def to_problem(finding: Finding, facts: Facts, rules: Rules, origins: Mapping[st
     for alternative in finding.alternatives:
         values = accepted_values(finding, alternative, facts, rules)
         if values:
-            uses.append(" or ".join(f"{alternative.key}={show_value(value)}" for value in values))
+            uses.append(" or ".join(_as_written(alternative.key, value) for value in values))
     if not uses or finding.otherwise:
         uses.append(finding.otherwise or f"another value of {finding.key}")
     value = facts.get(finding.key) if finding.value is None else finding.value
     origin = origins.get(finding.key, "")
     return Problem(finding.key, value, finding.reason, "; or ".join(uses), origin)
+
+
+def _as_written(key: str, value: Any) -> str:
+    return f"{value} ranks" if key == WORLD_SIZE else f"{key}={show_value(value)}"
 
 
 def accepted_values(finding: Finding, alternative: Alternative, facts: Facts, rules: Rules) -> list[Any]:

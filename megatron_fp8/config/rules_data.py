@@ -24,8 +24,5 @@ def check_data_keys(facts: Facts) -> Iterator[Finding]:
             prefixes,
         )
     if config.data.tokenizer_model is None:
-        needed = "end-of-document token (data.eod_mask_loss)" if config.data.eod_mask_loss else ""
-        if config.model.vocab_size is None:
-            needed = f"vocabulary's size and {needed}" if needed else "vocabulary's size (or model.vocab_size)"
-        if needed:
-            yield Finding("tokenizer", TOKENIZER, f"the {needed} comes from it", (), "the path of a tokenizer.json")
+        reason = "the vocabulary and the token that ends documents come from it"
+        yield Finding("tokenizer", TOKENIZER, reason, (), "the path of a tokenizer.json")

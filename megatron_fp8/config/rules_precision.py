@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_fp8.config.facts import Alternative, Facts, Finding, divisors, multiples
-from megatron_fp8.config.layout import LayoutError, block_gemms, head_size, mlp_size, query_groups
+from megatron_fp8.config.layout import LayoutError, head_size, mlp_size, qkv_rows, query_groups
 from megatron_fp8.config.rules_model import FFN, GROUPS, HEADS, HIDDEN, KV_CHANNELS, SEQ_LENGTH, TP
 from megatron_fp8.config.rules_parallel import MICRO_BATCH
 
@@ -27,15 +27,10 @@ def check_precision(facts: Facts) -> Iterator[Finding]:
     if facts.config.precision.mode != "fp8":
         return
     yield from _amax_reduction(facts)
-    try:
-        gemms = block_gemms(facts.config)
-    except LayoutError:  # a size that does not divide is reported by the rules of the model
-        return
-    yield from _tokens(facts, gemms[0].num_tokens)
+    yield from _tokens(facts)
     yield from _hidden(facts)
-    qkv, proj, fc1, fc2 = gemms
-    yield from _attention(facts, qkv.out_features, proj.in_features)
-    yield from _ffn(facts, fc1.out_features, fc2.in_features)
+    yield from _attention(facts)
+    yield from _ffn(facts)
 
 
 def _amax_reduction(facts: Facts) -> Iterator[Finding]:
@@ -62,9 +57,10 @@ def _amax_reduction(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _tokens(facts: Facts, num_tokens: int) -> Iterator[Finding]:
+def _tokens(facts: Facts) -> Iterator[Finding]:
     config = facts.config
     seq_length, micro = config.model.seq_length, config.training.micro_batch_size
+    num_tokens = seq_length * micro
     tp = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
     alternatives = (
         Alternative(SEQ_LENGTH, multiples(seq_length, 2 * tp)),
@@ -74,8 +70,8 @@ def _tokens(facts: Facts, num_tokens: int) -> Iterator[Finding]:
         yield Finding(
             "FP8 tokens",
             SEQ_LENGTH,
-            f"FP8 needs a multiple of {LAST} tokens per micro-batch (the last dimension in wgrad), and {MICRO_BATCH}={micro} makes "
-            f"{num_tokens}",
+            f"FP8 needs a multiple of {LAST} tokens per micro-batch, the last dimension in wgrad, and "
+            f"{MICRO_BATCH}={micro} makes {num_tokens}",
             (*alternatives, NOT_FP8),
         )
     elif num_tokens % tp == 0 and num_tokens // tp % OTHERS:
@@ -100,11 +96,18 @@ def _hidden(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _attention(facts: Facts, qkv_out: int, proj_in: int) -> Iterator[Finding]:
+def _attention(facts: Facts) -> Iterator[Finding]:
+    model, tp = facts.config.model, facts.config.parallel.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads, query_groups(model)
+    try:
+        size = head_size(model)
+    except LayoutError:  # the rules of the model report what does not divide
+        return
+    if heads % tp or groups % tp:
+        return
+    proj_in, qkv_out = heads * size // tp, qkv_rows(model) // tp
     if qkv_out % LAST == 0 and proj_in % LAST == 0:
         return
-    model, tp = facts.config.model, facts.config.parallel.tensor_model_parallel_size
-    size, heads, groups = head_size(model), model.num_attention_heads, query_groups(model)
     wrong = []
     if proj_in % LAST:
         wrong.append(f"proj input {heads} x {size} / {tp} = {proj_in} (fprop)")
@@ -125,14 +128,15 @@ def _attention(facts: Facts, qkv_out: int, proj_in: int) -> Iterator[Finding]:
     )
 
 
-def _ffn(facts: Facts, fc1_out: int, fc2_in: int) -> Iterator[Finding]:
-    if fc1_out % LAST == 0 and fc2_in % LAST == 0:
-        return
+def _ffn(facts: Facts) -> Iterator[Finding]:
     ffn, tp = mlp_size(facts.config.model), facts.config.parallel.tensor_model_parallel_size
+    # fc1 has as many rows or twice as many: its own rule holds when fc2's does.
+    if ffn % tp or ffn // tp % LAST == 0:
+        return
     yield Finding(
         "FP8 FFN",
         FFN,
-        f"FP8 needs a multiple of {LAST} inner features on each of {TP}={tp} ranks, and there are {fc2_in}: the "
+        f"FP8 needs a multiple of {LAST} inner features on each of {TP}={tp} ranks, and there are {ffn // tp}: the "
         "last dimension of the fc2 input (fprop) and, with fc1's rows, of its output gradient (dgrad)",
         (
             Alternative(FFN, multiples(ffn, LAST * tp)),

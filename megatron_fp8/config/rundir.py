@@ -1,8 +1,7 @@
 """Owns the name of the run's directory and the rule that an existing one is never written into.
 
-It only names the directory. Making it is for one rank, with `Path.mkdir(parents=True)` (which fails if it came
-into being meanwhile), after all ranks have named it: a rank that looks later would find it taken. Imports no
-torch.
+Every rank may ask for the name before a job starts; one rank makes the directory once all have asked, since a
+rank that asks later finds it taken. Imports no torch.
 """
 
 from __future__ import annotations
@@ -40,6 +39,24 @@ def resolve_run_directory(config: Config) -> Path:
             )
         ]
     )
+
+
+def create_run_directory(config: Config) -> Path:
+    """Make the directory that `resolve_run_directory` names, and no other: of two jobs at once only one gets it.
+
+    Raises ConfigError as that function does, and where the directory cannot be made.
+    """
+    while True:
+        directory = resolve_run_directory(config)
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError:  # another job was faster: ask for the name again
+            continue
+        except OSError as error:
+            reason = f"{directory} cannot be made: {error.strerror}"
+            problem = Problem("run.root", config.run.root, reason, "a directory of your own")
+            raise ConfigError.from_problems([problem]) from error
+        return directory
 
 
 def candidates(root: Path, name: str) -> itertools.chain[Path]:

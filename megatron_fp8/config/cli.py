@@ -1,0 +1,164 @@
+"""Owns the way from a command line to a checked config, or to exit code 2 with every mistake.
+
+Of a job's ranks one speaks; all of them end. Imports no torch, and knows files of tokens only through the
+function that looks at them. The environment is an argument (`config/load.py` reads it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_fp8.config.arguments import UsageError, hint_for_option, make_parser
+from megatron_fp8.config.check import DataReport, check_config
+from megatron_fp8.config.dump import dump_config
+from megatron_fp8.config.layout import Layout, derive_layout
+from megatron_fp8.config.load import LoadedConfig, load_config
+from megatron_fp8.config.problem import ConfigError, Problem
+from megatron_fp8.config.rundir import resolve_run_directory
+from megatron_fp8.config.schema import Config
+from megatron_fp8.config.summary import describe_world_sizes, summarize
+from megatron_fp8.config.warn import config_warnings
+
+EXIT_CODE_OF_A_MISTAKE = 2
+
+DataCheck = Callable[[Config], DataReport]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line that was understood and found right.
+
+    `origins`: where each dotted key's value comes from. `vocab_size`: tokens of the tokenizer, before padding.
+    """
+
+    config: Config
+    origins: Mapping[str, str]
+    vocab_size: int
+
+
+def parse_command_line(argv: Sequence[str], environ: Mapping[str, str], check_data: DataCheck) -> Command:
+    """The checked config that `argv` (without the program's name) asks to train with.
+
+    `environ`: `RANK` and `WORLD_SIZE` as torchrun sets them; rank 0 writes messages, to standard error.
+    `check_data` opens the config's files. Ends the process: with code 0 after `--help`, `--print-config` and
+    `--check`, with code 2 after any mistake.
+    """
+    speaker = _Speaker(environ)
+    try:
+        arguments = _parse(argv)
+        if arguments.help:
+            speaker.end_with_answer(make_parser().format_help())
+        world_size = _world_size(arguments, environ)
+        loaded = load_config(arguments.config, arguments.overrides)
+        if arguments.print_config:
+            answer = dump_config(loaded.config, loaded.origins)
+            if not arguments.check:
+                speaker.end_with_answer(answer)
+            speaker.answer(answer)
+        command, layout = _check(loaded, world_size, check_data)
+    except (UsageError, ConfigError) as error:
+        speaker.end_with_mistake(str(error))
+    for warning in config_warnings(loaded, layout):
+        speaker.warn(warning)
+    if arguments.check:
+        summary = describe_world_sizes(loaded.config) if layout is None else summarize(loaded.config, layout)
+        speaker.end_with_answer(summary + "\n")
+    return command
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser()
+    arguments, unknown = parser.parse_known_intermixed_args(list(argv))
+    if arguments.help:
+        return arguments
+    if unknown:
+        parser.error(f"unknown option {unknown[0]}; use {hint_for_option(unknown[0])}")
+    if arguments.config is None:
+        parser.error("CONFIG is missing: the path of a YAML file, as in configs/quickstart.yaml")
+    if "=" in arguments.config and not Path(arguments.config).exists():
+        parser.error(f"CONFIG comes first, and {arguments.config} is not the path of a YAML file")
+    if arguments.world_size is not None and not arguments.check:
+        parser.error("--world-size belongs to --check; a run has as many ranks as torchrun starts")
+    return arguments
+
+
+def _world_size(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int | None:
+    """Ranks of the job; None when `--check` was not told. Without a launcher a run has one rank."""
+    if arguments.world_size is not None:
+        size, name = arguments.world_size, "--world-size"
+    elif "WORLD_SIZE" in environ:
+        text, name = environ["WORLD_SIZE"], "the environment variable WORLD_SIZE"
+        size = int(text) if text.isdecimal() else 0
+    else:
+        return None if arguments.check else 1
+    if size < 1:
+        raise UsageError(f"{name} is not a number of ranks, 1 or more")
+    return size
+
+
+def _check(loaded: LoadedConfig, world_size: int | None, check_data: DataCheck) -> tuple[Command, Layout | None]:
+    """The command and its layout (None without a world size). Raises ConfigError with every mistake."""
+    report = check_data(loaded.config)
+    problems = check_config(loaded, world_size, report.vocab_size)
+    problems += [_with_origin(problem, loaded) for problem in report.problems]
+    try:
+        resolve_run_directory(loaded.config)
+    except ConfigError as error:
+        problems += [_with_origin(problem, loaded) for problem in error.problems]
+    if problems:
+        raise ConfigError.from_problems(problems)
+    # No problem, so a tokenizer was read.
+    assert report.vocab_size is not None
+    command = Command(loaded.config, loaded.origins, report.vocab_size)
+    layout = None if world_size is None else derive_layout(loaded.config, world_size, report.vocab_size)
+    return command, layout
+
+
+def _with_origin(problem: Problem, loaded: LoadedConfig) -> Problem:
+    return replace(problem, origin=problem.origin or loaded.origins.get(problem.key, ""))
+
+
+class _Speaker:
+    """Writes for the whole job: rank 0's messages, and nobody else's.
+
+    A mistake on another machine only (a file that is missing there) would go unsaid; that machine's first rank
+    leaves it where its torchrun looks for the reason of a failure.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._speaks = environ.get("RANK", "0") == "0"
+        self._first_elsewhere = not self._speaks and environ.get("LOCAL_RANK") == "0"
+        self._error_file = environ.get("TORCHELASTIC_ERROR_FILE")
+
+    def answer(self, text: str) -> None:
+        """Write what was asked for to standard output."""
+        if self._speaks:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def warn(self, warning: Problem) -> None:
+        """Write a warning to standard error."""
+        if self._speaks:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+
+    def end_with_answer(self, text: str) -> NoReturn:
+        """Write what was asked for and end with code 0."""
+        self.answer(text)
+        raise SystemExit(0)
+
+    def end_with_mistake(self, text: str) -> NoReturn:
+        """Say what is wrong and end with code 2."""
+        if self._speaks:
+            print(text, file=sys.stderr, flush=True)
+        elif self._first_elsewhere and self._error_file:
+            extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+            content = {"message": {"message": text, "extraInfo": extra}}
+            Path(self._error_file).write_text(json.dumps(content), encoding="utf-8")
+        raise SystemExit(EXIT_CODE_OF_A_MISTAKE)
