@@ -1,0 +1,65 @@
+# Everything a person starts with: `make help` lists it. The virtual environment and the data are made when needed.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+VENV_READY := $(VENV)/.ready
+QUICKSTART_DATA := data/quickstart
+QUICKSTART_READY := $(QUICKSTART_DATA)/.ready
+LINTED := megatron_fp8 tests tools pretrain.py
+
+# Options of pytest that say how many tests run at once, as in PYTEST_WORKERS="-n 2".
+PYTEST_WORKERS ?=
+# Passed on: make train ARGS="training.train_iters=50", make test ARGS="tests/config -x".
+ARGS ?=
+
+# One thread per rank: several ranks share the machine's cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help
+help: ## list these targets
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: train
+train: $(VENV_READY) $(QUICKSTART_READY) ## pretrain a small GPT on four ranks, FP8, in a few minutes (ARGS="section.key=value ...")
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 4 \
+	    pretrain.py configs/quickstart.yaml run.new_name_if_exists=true $(ARGS)
+
+.PHONY: test
+test: $(VENV_READY) ## run the tests (ARGS="tests/config -x" for some of them)
+	$(VENV)/bin/python -m pytest $(PYTEST_WORKERS) $(ARGS)
+
+.PHONY: test-all
+test-all: $(VENV_READY) ## run the slow tests too
+	$(VENV)/bin/python -m pytest -m "" $(PYTEST_WORKERS) $(ARGS)
+
+.PHONY: lint
+lint: $(VENV_READY) ## check style, formatting and types
+	$(VENV)/bin/ruff check $(LINTED)
+	$(VENV)/bin/ruff format --check $(LINTED)
+	$(VENV)/bin/mypy
+
+.PHONY: format
+format: $(VENV_READY) ## format the code and put right what ruff can
+	$(VENV)/bin/ruff check --fix $(LINTED)
+	$(VENV)/bin/ruff format $(LINTED)
+
+.PHONY: venv
+venv: $(VENV_READY) ## make the virtual environment
+
+.PHONY: clean
+clean: ## remove environment, quickstart data and caches; runs/ stays
+	rm -rf $(VENV) $(QUICKSTART_DATA) build dist ./*.egg-info
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find megatron_fp8 tests tools -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV_READY): pyproject.toml constraints.txt tools/make_venv.sh
+	tools/make_venv.sh $(VENV)
+	touch $@
+
+$(QUICKSTART_READY): tools/prepare_quickstart.py $(wildcard megatron_fp8/data/*.py) | $(VENV_READY)
+	$(VENV)/bin/python tools/prepare_quickstart.py --output $(QUICKSTART_DATA)
+	touch $@
