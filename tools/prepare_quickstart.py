@@ -15,9 +15,7 @@ SMALLEST_VOCAB_SIZE = 257
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command line to settings; a wrong one exits with code 2."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--output", type=Path, required=True, help="directory of tokenizer.json, train.* and valid.*"
-    )
+    parser.add_argument("--output", type=Path, required=True, help="directory of tokenizer.json, train.* and valid.*")
     parser.add_argument("--vocab-size", type=int, default=4096, help="tokens of the BPE (default: 4096)")
     parser.add_argument("--force", action="store_true", help="make the files again even when complete")
     settings = parser.parse_args(arguments)
@@ -56,9 +54,7 @@ def make(directory: Path, vocab_size: int) -> Summary:
         task = display.add_task("reading the standard library", total=None)
 
         def on_progress(progress: Progress) -> None:
-            display.update(
-                task, description=progress.stage, completed=progress.done_bytes, total=progress.total_bytes
-            )
+            display.update(task, description=progress.stage, completed=progress.done_bytes, total=progress.total_bytes)
 
         return prepare(directory, vocab_size, on_progress)
 

@@ -35,24 +35,16 @@ from megatron_fp8.data.tokenizer import Tokenizer, TokenizerError
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command line to settings, every path checked; a wrong one exits with code 2."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", type=Path, required=True, help="JSON Lines file")
     parser.add_argument(
         "--output-prefix", required=True, help="path of the token files without _KEY_document and suffix"
     )
-    parser.add_argument(
-        "--json-keys", nargs="+", default=["text"], help="keys whose texts are encoded (default: text)"
-    )
+    parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys whose texts are encoded (default: text)")
     parser.add_argument("--tokenizer-model", required=True, help="path of a tokenizer.json")
-    parser.add_argument(
-        "--append-eod", action="store_true", help="end each document with the end-of-document token"
-    )
+    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument("--workers", type=int, default=1, help="encoding processes (default: 1)")
-    parser.add_argument(
-        "--skip-broken-lines", action="store_true", help="count broken lines and go on; without: stop"
-    )
+    parser.add_argument("--skip-broken-lines", action="store_true", help="count broken lines and go on; without: stop")
     settings = parser.parse_args(arguments)
     if settings.input.is_dir():
         parser.error(f"--input {settings.input}: is a directory; name one JSON Lines file")
@@ -64,9 +56,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--json-keys {' '.join(settings.json_keys)}: name each key once")
     directory = Path(settings.output_prefix).parent
     if not directory.is_dir():
-        parser.error(
-            f"--output-prefix {settings.output_prefix}: there is no directory {directory}; make it first"
-        )
+        parser.error(f"--output-prefix {settings.output_prefix}: there is no directory {directory}; make it first")
     try:
         Tokenizer.load(settings.tokenizer_model)
     except TokenizerError as error:
@@ -110,9 +100,7 @@ def show(totals: Totals, settings: argparse.Namespace, seconds: float) -> None:
         f"{totals.num_broken:,}"
     )
     megabytes = settings.input.stat().st_size / 1e6
-    print(
-        f"{seconds:.1f} s, {totals.num_documents / seconds:,.0f} documents/s, {megabytes / seconds:.1f} MB/s"
-    )
+    print(f"{seconds:.1f} s, {totals.num_documents / seconds:,.0f} documents/s, {megabytes / seconds:.1f} MB/s")
     for error in totals.broken:
         print(f"left out: {error}")
     if totals.num_broken > len(totals.broken):

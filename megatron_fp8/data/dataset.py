@@ -58,11 +58,24 @@ class MegatronTokenizer:
 
 
 class DatasetBuilder(BlendedMegatronDatasetBuilder):
-    """Megatron Core's builder, usable without a process group.
+    """Megatron Core's builder, usable without a process group and with blends of many small shares.
 
     To save a blend's own index, Megatron Core 0.16 asks for the rank without looking whether there are ranks;
     without a process group that index, quick to make, is kept in memory.
+
+    For a blend of n datasets and T samples, Megatron Core makes ceil(T w) samples of weight w, and 0.5 % more. It
+    draws from a total of up to T + n (each share is rounded up), and its greedy draw is less than one sample ahead
+    of the weight: up to w (T + n) + 1. So n + 1 samples more always suffice; without them a dataset that an epoch
+    does not happen to make longer is overdrawn, which is an error.
     """
+
+    def _build_megatron_datasets_parallel(
+        self, prefixes: list[str], split: list[Any], sizes_per_dataset: list[list[int | None]]
+    ) -> Any:
+        """As in Megatron Core, with `sizes_per_dataset[dataset][split]` raised by the margin above."""
+        margin = len(prefixes) + 1
+        raised = [[size + margin if size else size for size in sizes] for sizes in sizes_per_dataset]
+        return super()._build_megatron_datasets_parallel(prefixes, split, raised)
 
     @staticmethod
     def build_generic_dataset(
@@ -72,9 +85,7 @@ class DatasetBuilder(BlendedMegatronDatasetBuilder):
         if cls is BlendedDataset and not torch.distributed.is_initialized():
             *others, config = args
             args = (*others, replace(config, path_to_cache=None))
-        return BlendedMegatronDatasetBuilder.build_generic_dataset(
-            cls, is_built_on_rank, synchronize_ranks, *args
-        )
+        return BlendedMegatronDatasetBuilder.build_generic_dataset(cls, is_built_on_rank, synchronize_ranks, *args)
 
 
 def build_datasets(config: Config, tokenizer: Tokenizer, reads_data: bool = True) -> Datasets:

@@ -114,9 +114,7 @@ def _mistake_of_pair(prefix: str, index: TokenIndex) -> str | None:
 
 def _range_of_ids(prefix: str, index: TokenIndex) -> tuple[int, int]:
     """Smallest and largest id that was read."""
-    ranges = [
-        (int(part.min()), int(part.max())) for part in _parts_to_read(prefix, index.dtype) if len(part) > 0
-    ]
+    ranges = [(int(part.min()), int(part.max())) for part in _parts_to_read(prefix, index.dtype) if len(part) > 0]
     if not ranges:
         return 0, 0
     return min(low for low, _ in ranges), max(high for _, high in ranges)

@@ -220,9 +220,7 @@ def preprocess(
     totals = Totals()
     with ExitStack() as stack:
         writers = {
-            key: stack.enter_context(
-                TokenFileWriter(output_prefix_of(output_prefix, key), tokenizer.vocab_size)
-            )
+            key: stack.enter_context(TokenFileWriter(output_prefix_of(output_prefix, key), tokenizer.vocab_size))
             for key in settings.keys
         }
         blocks = blocks_of(input_path, block_bytes)
@@ -255,9 +253,7 @@ def _encode_in_worker(block: Block, settings: Settings) -> EncodedBlock:
     return encode_block(block, _tokenizer_of_worker(settings.tokenizer_path), settings)
 
 
-def _encode_in_processes(
-    blocks: Iterator[Block], settings: Settings, num_workers: int
-) -> Iterator[EncodedBlock]:
+def _encode_in_processes(blocks: Iterator[Block], settings: Settings, num_workers: int) -> Iterator[EncodedBlock]:
     """`encode_block` in `num_workers` processes, results in order, a bounded number of blocks in flight."""
     # Spawned, not forked: the tokenizer's library keeps threads that do not survive a fork.
     context = multiprocessing.get_context("spawn")

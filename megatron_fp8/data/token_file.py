@@ -101,9 +101,7 @@ def read_index(prefix: str | Path) -> TokenIndex:
         raise TokenFileError(f"{path} has index version {version}; version {VERSION} is the one in use")
     if code not in DTYPE_OF_CODE:
         raise TokenFileError(f"{path} has dtype code {code}, which is no integer type of token ids")
-    expected_bytes = (
-        HEADER.size + num_sequences * (LENGTH_DTYPE.itemsize + OFFSET_DTYPE.itemsize) + num_marks * 8
-    )
+    expected_bytes = HEADER.size + num_sequences * (LENGTH_DTYPE.itemsize + OFFSET_DTYPE.itemsize) + num_marks * 8
     if size_bytes != expected_bytes:
         raise TokenFileError(
             f"{path} has {size_bytes} bytes, but its header ({num_sequences} sequences, {num_marks} document "
@@ -165,8 +163,7 @@ class TokenFileWriter:
         """
         if tokens.dtype != self.dtype or len(tokens) != sum(lengths_tokens):
             raise ValueError(
-                f"{len(tokens)} ids of {tokens.dtype} for documents of {sum(lengths_tokens)} ids of "
-                f"{self.dtype}"
+                f"{len(tokens)} ids of {tokens.dtype} for documents of {sum(lengths_tokens)} ids of {self.dtype}"
             )
         self._stream.write(tokens.tobytes())
         self._lengths.extend(lengths_tokens)

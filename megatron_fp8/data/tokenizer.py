@@ -87,9 +87,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> Tokeni
     Raises ValueError when `vocab_size` has no room for the 256 bytes and `<|endoftext|>`.
     """
     if vocab_size < NUM_BYTES + 1:
-        raise ValueError(
-            f"vocab_size {vocab_size} is below {NUM_BYTES + 1}: 256 bytes and {END_OF_DOCUMENT} must fit"
-        )
+        raise ValueError(f"vocab_size {vocab_size} is below {NUM_BYTES + 1}: 256 bytes and {END_OF_DOCUMENT} must fit")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

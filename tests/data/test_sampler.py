@@ -27,9 +27,7 @@ def all_ranks(layout: tuple[int, int, int], consumed_samples: int) -> list[tuple
 
 
 @given(layout=layouts(), consumed_samples=st.integers(0, 10**12))
-def test_a_global_batch_is_the_next_samples_each_once(
-    layout: tuple[int, int, int], consumed_samples: int
-) -> None:
+def test_a_global_batch_is_the_next_samples_each_once(layout: tuple[int, int, int], consumed_samples: int) -> None:
     shares = all_ranks(layout, consumed_samples)
     read = sorted(chain.from_iterable(chain.from_iterable(shares)))
     assert read == list(range(consumed_samples, consumed_samples + layout[2]))

@@ -44,9 +44,7 @@ def test_a_vocabulary_without_room_for_bytes_is_refused(tmp_path: Path) -> None:
         train_bpe(["text"], 256, tmp_path / "t.json")
 
 
-def test_vocab_size_covers_the_largest_id_of_a_vocabulary_with_holes(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_vocab_size_covers_the_largest_id_of_a_vocabulary_with_holes(tokenizer: Tokenizer, tmp_path: Path) -> None:
     content = json.loads(Path(tokenizer.path).read_text(encoding="utf-8"))
     content["model"]["vocab"]["a hole lies before this"] = 70_000
     path = tmp_path / "holes.json"
@@ -82,11 +80,9 @@ def damaged(kind: str, good: Path, directory: Path) -> Path:
         ("no end of document", "has no token <|endoftext|>"),
     ],
 )
-def test_what_is_no_tokenizer_is_refused(
-    kind: str, reason: str, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_what_is_no_tokenizer_is_refused(kind: str, reason: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = damaged(kind, Path(tokenizer.path), tmp_path)
-    with pytest.raises(TokenizerError, match="tokenizer.json") as caught:
+    with pytest.raises(TokenizerError, match="tokenizer") as caught:
         Tokenizer.load(path)
     assert reason in caught.value.reason
     assert caught.value.use_instead

@@ -1,0 +1,154 @@
+"""Damaged token files are found before a run, each with its reason."""
+
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fp8.data import inspect
+from megatron_fp8.data.inspect import check_data_path, check_token_file, check_tokenizer
+from megatron_fp8.data.token_file import TokenFileWriter
+from megatron_fp8.data.tokenizer import Tokenizer
+
+VOCAB_SIZE = 300
+
+
+def write(prefix: Path, lengths: list[int], largest_id: int = VOCAB_SIZE - 1, vocab_size: int = 300) -> str:
+    """A token file whose last id is `largest_id`; returns the prefix."""
+    with TokenFileWriter(prefix, vocab_size) as writer:
+        tokens = np.arange(sum(lengths)) % VOCAB_SIZE
+        tokens[-1] = largest_id
+        writer.add_documents(tokens.astype(writer.dtype), lengths)
+    return str(prefix)
+
+
+def overwrite(path: Path, offset: int, content: bytes) -> None:
+    """Change bytes in place."""
+    data = bytearray(path.read_bytes())
+    data[offset : offset + len(content)] = content
+    path.write_bytes(bytes(data))
+
+
+def cut(path: Path, num_bytes: int) -> None:
+    """Take bytes off the end."""
+    path.write_bytes(path.read_bytes()[:-num_bytes])
+
+
+def index_of_another_file(bin_file: Path, idx_file: Path) -> None:
+    """Give the pair the index of a file with other documents."""
+    other = bin_file.parent / "other"
+    write(other, [5, 6])
+    Path(f"{other}.idx").replace(idx_file)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "no .idx": (lambda b, i: i.unlink(), "a.idx does not exist"),
+    "no .bin": (lambda b, i: b.unlink(), "a.bin does not exist"),
+    ".bin cut off": (lambda b, i: cut(b, 1), "it is cut off"),
+    ".bin cut to nothing": (lambda b, i: b.write_bytes(b""), "it is cut off"),
+    ".bin too long": (lambda b, i: b.write_bytes(b.read_bytes() + b"\0\0"), "it is too long"),
+    ".idx cut off": (lambda b, i: cut(i, 8), "asks for"),
+    ".idx cut inside the header": (lambda b, i: i.write_bytes(i.read_bytes()[:20]), "is cut off"),
+    ".idx empty": (lambda b, i: i.write_bytes(b""), "is not a Megatron index"),
+    "wrong magic": (lambda b, i: overwrite(i, 0, b"PK\x03\x04"), "is not a Megatron index"),
+    "other version": (lambda b, i: overwrite(i, 9, struct.pack("<Q", 2)), "index version 2"),
+    "unknown dtype": (lambda b, i: overwrite(i, 17, b"\x63"), "dtype code 99"),
+    "float dtype": (lambda b, i: overwrite(i, 17, b"\x07"), "dtype code 7"),
+    "other dtype": (lambda b, i: overwrite(i, 17, b"\x04"), "of int32"),
+    "index of another file": (index_of_another_file, "the index belongs to another file"),
+    "lengths changed": (lambda b, i: overwrite(i, 34, struct.pack("<ii", 101, 99)), "do not follow"),
+    "negative length": (lambda b, i: overwrite(i, 34, struct.pack("<i", -5)), "document of -5 tokens"),
+    "offsets changed": (lambda b, i: overwrite(i, 34 + 8, struct.pack("<q", 4)), "do not follow"),
+    "marks changed": (lambda b, i: overwrite(i, 34 + 8 + 16, struct.pack("<q", 1)), "document marks"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_is_found_and_named(kind: str, tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [100, 100])
+    assert check_token_file(prefix, VOCAB_SIZE, seq_length=64) == []
+    damage, reason = DAMAGES[kind]
+    damage(tmp_path / "a.bin", tmp_path / "a.idx")
+    (problem,) = check_token_file(prefix, VOCAB_SIZE, seq_length=64, key="data.valid_data_path")
+    assert (problem.key, problem.value) == ("data.valid_data_path", prefix)
+    assert reason in problem.reason
+    assert "preprocess_data.py" in problem.use_instead
+
+
+def test_an_empty_pair_is_refused(tmp_path: Path) -> None:
+    with TokenFileWriter(tmp_path / "a", VOCAB_SIZE):
+        pass
+    (problem,) = check_token_file(str(tmp_path / "a"), VOCAB_SIZE)
+    assert "has no documents" in problem.reason
+
+
+def test_ids_beyond_the_vocabulary_are_found(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [100], largest_id=VOCAB_SIZE)
+    assert check_token_file(prefix, VOCAB_SIZE + 1) == []
+    (problem,) = check_token_file(prefix, VOCAB_SIZE)
+    assert "token id 300, the vocabulary has 300 tokens" in problem.reason
+    assert "data.tokenizer_model" in problem.use_instead
+
+
+def test_ids_above_uint16_are_read_as_they_are(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [100], largest_id=70_000, vocab_size=70_001)
+    assert check_token_file(prefix, 70_001) == []
+    assert "token id 70000" in check_token_file(prefix, 70_000)[0].reason
+
+
+def test_negative_ids_are_found(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [100], largest_id=-3, vocab_size=70_001)
+    assert "token id -3" in check_token_file(prefix, 70_001)[0].reason
+
+
+def test_large_files_are_sampled_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "READ_WHOLE_UP_TO_BYTES", 10_000)
+    monkeypatch.setattr(inspect, "SAMPLE_BYTES", 16)
+    prefix = write(tmp_path / "a", [50_000], largest_id=VOCAB_SIZE)
+    assert "token id 300" in check_token_file(prefix, VOCAB_SIZE)[0].reason
+
+
+@pytest.mark.parametrize(("seq_length", "is_enough"), [(199, True), (200, False)])
+def test_a_sample_needs_one_token_more(seq_length: int, is_enough: bool, tmp_path: Path) -> None:
+    problems = check_token_file(write(tmp_path / "a", [150, 50]), VOCAB_SIZE, seq_length)
+    if is_enough:
+        assert problems == []
+    else:
+        assert "it has 200 tokens; one sample takes seq_length + 1 = 201" in problems[0].reason
+        assert "model.seq_length=199" in problems[0].use_instead
+
+
+def test_every_prefix_of_a_blend_is_checked(tmp_path: Path) -> None:
+    good, bad = write(tmp_path / "good", [100]), write(tmp_path / "bad", [100])
+    cut(tmp_path / "bad.bin", 2)
+    problems = check_data_path(["0.5", good, "0.3", bad, "0.2", str(tmp_path / "absent")], VOCAB_SIZE, 64)
+    assert [problem.value for problem in problems] == [bad, str(tmp_path / "absent")]
+
+
+def test_a_list_without_meaning_is_one_problem(tmp_path: Path) -> None:
+    (problem,) = check_data_path(["0.5", "a", "b"], VOCAB_SIZE, 64, key="data.valid_data_path")
+    assert problem.key == "data.valid_data_path"
+    assert problem.value == ["0.5", "a", "b"]
+
+
+def test_a_tokenizer_path_is_checked(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert check_tokenizer(tokenizer.path) == []
+    (problem,) = check_tokenizer(str(tmp_path))
+    assert problem.key == "data.tokenizer_model"
+    assert problem.value == str(tmp_path)
+    assert str(tmp_path / "tokenizer.json") in problem.use_instead
+
+
+def test_the_check_runs_without_torch() -> None:
+    program = (
+        "import sys\n"
+        "for name in ('torch', 'transformer_engine', 'megatron'): sys.modules[name] = None\n"
+        "import megatron_fp8.data.check, megatron_fp8.data.sampler, megatron_fp8.data.quickstart\n"
+        "import megatron_fp8.data.corpus, megatron_fp8.data.preprocess\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,200 @@
+"""JSON Lines become the documents they hold, whatever the number of workers; broken input is refused."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from token_file_reference import decode_token_file
+
+from megatron_fp8.data.preprocess import BrokenLineError, NoTextError, Settings, blocks_of, preprocess
+from megatron_fp8.data.tokenizer import Tokenizer
+
+TOOLS = Path(__file__).parents[2] / "tools"
+WriteJsonl = Callable[..., Path]
+
+
+def load_tool(name: str) -> ModuleType:
+    """A program of tools/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def settings_of(tokenizer: Tokenizer, **changes: object) -> Settings:
+    values = {"keys": ("text",), "append_eod": True, "skip_broken_lines": False} | changes
+    return Settings(tokenizer_path=tokenizer.path, **values)
+
+
+def texts(number: int) -> list[str]:
+    return [f"Document {i}: " + "words and 東京 " * (i % 7) for i in range(number)]
+
+
+def test_documents_are_the_texts_encoded(tokenizer: Tokenizer, write_jsonl: WriteJsonl, tmp_path: Path) -> None:
+    path = write_jsonl([{"text": text, "id": i} for i, text in enumerate(texts(20))])
+    totals = preprocess(path, str(tmp_path / "out"), settings_of(tokenizer), num_workers=1)
+    documents = decode_token_file(tmp_path / "out_text_document")
+    assert documents == [[*tokenizer.encode(text), tokenizer.eod_id] for text in texts(20)]
+    assert totals.num_documents == 20
+    assert totals.num_tokens == sum(map(len, documents))
+    assert totals.text_bytes == sum(len(text.encode()) for text in texts(20))
+    assert totals.bytes_per_token == pytest.approx(totals.text_bytes / totals.num_tokens)
+
+
+def test_end_of_document_only_where_asked(tokenizer: Tokenizer, write_jsonl: WriteJsonl, tmp_path: Path) -> None:
+    path = write_jsonl([{"text": text} for text in texts(3)])
+    preprocess(path, str(tmp_path / "out"), settings_of(tokenizer, append_eod=False), num_workers=1)
+    assert decode_token_file(tmp_path / "out_text_document") == [tokenizer.encode(text) for text in texts(3)]
+
+
+def test_workers_and_blocks_do_not_change_the_bytes(
+    tokenizer: Tokenizer, write_jsonl: WriteJsonl, tmp_path: Path
+) -> None:
+    path = write_jsonl([{"text": text, "note": text[::-1]} for text in texts(200)])
+    settings = settings_of(tokenizer, keys=("text", "note"))
+    contents = []
+    for number, (num_workers, block_bytes) in enumerate([(1, 2**20), (1, 1), (2, 500)]):
+        prefix = tmp_path / str(number)
+        preprocess(path, str(prefix), settings, num_workers, block_bytes=block_bytes)
+        names = [f"{key}_document.{suffix}" for key in ("text", "note") for suffix in ("bin", "idx")]
+        contents.append([Path(f"{prefix}_{name}").read_bytes() for name in names])
+    assert contents[0] == contents[1] == contents[2]
+
+
+def test_ids_above_uint16_survive(tokenizer: Tokenizer, write_jsonl: WriteJsonl, tmp_path: Path) -> None:
+    content = json.loads(Path(tokenizer.path).read_text(encoding="utf-8"))
+    (moved,) = tokenizer.encode("d")
+    name = next(key for key, token in content["model"]["vocab"].items() if token == moved)
+    content["model"]["vocab"][name] = 70_000
+    (tmp_path / "wide.json").write_text(json.dumps(content), encoding="utf-8")
+    settings = Settings(str(tmp_path / "wide.json"), ("text",), append_eod=False, skip_broken_lines=False)
+    preprocess(write_jsonl([{"text": "d"}]), str(tmp_path / "out"), settings, num_workers=1)
+    assert decode_token_file(tmp_path / "out_text_document") == [[70_000]]
+
+
+def test_empty_documents_and_blank_lines_are_left_out(
+    tokenizer: Tokenizer, write_jsonl: WriteJsonl, tmp_path: Path
+) -> None:
+    path = write_jsonl([{"text": "one"}, {"text": ""}, {"text": "two"}])
+    path.write_text(path.read_text() + "\n  \n", encoding="utf-8")
+    totals = preprocess(path, str(tmp_path / "out"), settings_of(tokenizer), num_workers=1)
+    assert (totals.num_documents, totals.num_empty, totals.num_broken) == (2, 1, 0)
+    assert len(decode_token_file(tmp_path / "out_text_document")) == 2
+
+
+def test_reading_is_in_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"".join(b"%d\n" % i for i in range(1000)))
+    blocks = list(blocks_of(path, block_bytes=100))
+    assert max(block.size_bytes for block in blocks) < 110
+    assert b"".join(line for block in blocks for line in block.lines) == path.read_bytes()
+    number = 1
+    for block in blocks:
+        assert block.first_line_number == number
+        number += len(block.lines)
+
+
+BROKEN = {
+    "not JSON": (b'{"text": "cut', "not JSON"),
+    "not UTF-8": (b'{"text": "\xff\xfe"}', "not JSON"),
+    "not an object": (b'["text"]', "a JSON list, not an object"),
+    "no key": (b'{"body": "text", "id": 3}', "no key 'text'; it has ['body', 'id']"),
+    "not a text": (b'{"text": 3}', "'text' holds int, not a text"),
+    "half a surrogate pair": (b'{"text": "\\ud800"}', "is not Unicode text"),
+}
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), [*((kind, 1) for kind in BROKEN), ("no key", 2)])
+def test_broken_lines_stop_or_are_counted(kind: str, num_workers: int, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    line, reason = BROKEN[kind]
+    path = tmp_path / "input.jsonl"
+    path.write_bytes(b'{"text": "good"}\n' * 2 + line + b'\n{"text": "good"}\n')
+    with pytest.raises(BrokenLineError) as caught:
+        preprocess(path, str(tmp_path / "out"), settings_of(tokenizer), num_workers, block_bytes=20)
+    assert caught.value.line_number == 3
+    assert reason in caught.value.reason
+    assert list(tmp_path.glob("out*")) == []
+    settings = settings_of(tokenizer, skip_broken_lines=True)
+    totals = preprocess(path, str(tmp_path / "out"), settings, num_workers, block_bytes=20)
+    assert (totals.num_documents, totals.num_broken) == (3, 1)
+    assert totals.broken[0].line_number == 3
+
+
+def test_input_without_text_writes_nothing(tokenizer: Tokenizer, write_jsonl: WriteJsonl, tmp_path: Path) -> None:
+    settings = settings_of(tokenizer, skip_broken_lines=True)
+    with pytest.raises(NoTextError, match="the first: line 1: no key 'text'"):
+        preprocess(write_jsonl([{"body": "x"}]), str(tmp_path / "out"), settings, num_workers=1)
+    assert list(tmp_path.glob("out*")) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"--input": "absent.jsonl"}, ["--input absent.jsonl", "does not exist"]),
+        ({"--input": "."}, ["--input .", "is a directory"]),
+        ({"--tokenizer-model": "absent.json"}, ["--tokenizer-model absent.json", "does not exist"]),
+        ({"--output-prefix": "no/such/out"}, ["--output-prefix no/such/out", "no directory no/such"]),
+        ({"--json-keys": "body"}, ["--json-keys body", "line 1", "it has ['text']"]),
+        ({"--workers": "0"}, ["--workers 0", "at least 1"]),
+    ],
+)
+def test_wrong_arguments_end_with_code_2_and_name_the_flag(
+    change: dict[str, str],
+    words: list[str],
+    tokenizer: Tokenizer,
+    write_jsonl: WriteJsonl,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = {
+        "--input": str(write_jsonl([{"text": "one"}])),
+        "--output-prefix": str(tmp_path / "out"),
+        "--tokenizer-model": tokenizer.path,
+    } | change
+    try:
+        code = load_tool("preprocess_data").main([part for flag in flags.items() for part in flag])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    for word in words:
+        assert word in printed
+    assert list(tmp_path.glob("out*")) == []
+
+
+def test_the_tool_writes_and_sums_up(
+    tokenizer: Tokenizer, write_jsonl: WriteJsonl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_jsonl([{"text": "one"}, ["broken"], {"text": ""}, {"text": "two"}])
+    flags = {
+        "--input": str(path),
+        "--output-prefix": str(tmp_path / "out"),
+        "--tokenizer-model": tokenizer.path,
+    }
+    arguments = [part for flag in flags.items() for part in flag]
+    tool = load_tool("preprocess_data")
+    assert tool.main([*arguments, "--append-eod", "--skip-broken-lines"]) == 0
+    assert len(decode_token_file(tmp_path / "out_text_document")) == 2
+    printed = capsys.readouterr().out
+    for part in ("documents 2", "empty documents 1", "broken lines 1", "line 2: a JSON list"):
+        assert part in printed
+
+
+@pytest.mark.parametrize("name", ["preprocess_data", "prepare_quickstart"])
+def test_the_tools_need_neither_torch_nor_transformer_engine(name: str) -> None:
+    program = (
+        "import runpy, sys\n"
+        "for name in ('torch', 'transformer_engine', 'megatron'): sys.modules[name] = None\n"
+        f"sys.argv = ['{name}', '--help']\n"
+        f"runpy.run_path({str(TOOLS / name)!r} + '.py', run_name='__main__')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "--output" in result.stdout

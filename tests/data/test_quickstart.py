@@ -1,0 +1,82 @@
+"""The quickstart's directory is complete or made again."""
+
+from pathlib import Path
+
+import pytest
+from token_file_reference import decode_token_file
+
+from megatron_fp8.data import corpus, quickstart
+from megatron_fp8.data.corpus import Document
+from megatron_fp8.data.inspect import check_token_file
+from megatron_fp8.data.quickstart import COMPLETE_FILE, DATA_FILES, complete_summary, prepare
+from megatron_fp8.data.tokenizer import Tokenizer
+
+VOCAB_SIZE = 400
+
+
+@pytest.fixture
+def documents(monkeypatch: pytest.MonkeyPatch) -> list[Document]:
+    """A corpus of a few thousand words in place of the standard library."""
+    made = [Document(f"file{i}.py", f"def function{i}():\n    return {i}\n" * 5) for i in range(100)]
+    monkeypatch.setattr(corpus, "read_corpus", lambda: made)
+    return made
+
+
+def test_files_hold_the_corpus(documents: list[Document], tmp_path: Path) -> None:
+    progress = []
+    summary = prepare(tmp_path, VOCAB_SIZE, progress.append)
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    for split in ("train", "valid"):
+        assert check_token_file(str(tmp_path / split), tokenizer.vocab_size, seq_length=16) == []
+        expected = [
+            [*tokenizer.encode(document.text), tokenizer.eod_id]
+            for document in documents
+            if document.is_validation == (split == "valid")
+        ]
+        assert decode_token_file(tmp_path / split) == expected
+        assert summary.num_documents[split] == len(expected)
+        assert summary.num_tokens[split] == sum(map(len, expected))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*DATA_FILES, COMPLETE_FILE])
+    assert progress[-1].done_bytes == progress[-1].total_bytes == summary.text_bytes
+    assert complete_summary(tmp_path, VOCAB_SIZE) == summary
+
+
+def test_the_same_text_gives_the_same_bytes(documents: list[Document], tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        prepare(tmp_path / name, VOCAB_SIZE, lambda progress: None)
+    for name in DATA_FILES:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_another_vocabulary_is_not_complete(documents: list[Document], tmp_path: Path) -> None:
+    assert complete_summary(tmp_path, VOCAB_SIZE) is None
+    prepare(tmp_path, VOCAB_SIZE, lambda progress: None)
+    assert complete_summary(tmp_path, VOCAB_SIZE + 1) is None
+
+
+@pytest.mark.parametrize("stage", ["training the tokenizer", "encoding train", "encoding valid"])
+def test_an_interrupted_preparation_is_repaired(stage: str, documents: list[Document], tmp_path: Path) -> None:
+    def interrupt(progress: quickstart.Progress) -> None:
+        if progress.stage == stage:
+            raise KeyboardInterrupt
+
+    prepare(tmp_path / "whole", VOCAB_SIZE, lambda progress: None)
+    prepare(tmp_path / "again", VOCAB_SIZE, lambda progress: None)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path / "again", VOCAB_SIZE, interrupt)
+    assert complete_summary(tmp_path / "again", VOCAB_SIZE) is None
+    prepare(tmp_path / "again", VOCAB_SIZE, lambda progress: None)
+    for name in (*DATA_FILES, COMPLETE_FILE):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", [*DATA_FILES, COMPLETE_FILE])
+@pytest.mark.parametrize("damage", ["removed", "cut off"])
+def test_damage_is_noticed(name: str, damage: str, documents: list[Document], tmp_path: Path) -> None:
+    prepare(tmp_path, VOCAB_SIZE, lambda progress: None)
+    path = tmp_path / name
+    if damage == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-10])
+    assert complete_summary(tmp_path, VOCAB_SIZE) is None
