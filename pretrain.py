@@ -6,13 +6,13 @@ Parses and checks the config before torch is imported; a mistake ends with exit 
 import sys
 
 from megatron_fp8.config.cli import parse_command_line
-
 from megatron_fp8.config.load import process_environment
+from megatron_fp8.data.check import check_data
 
 
 def main() -> None:
     """Parse, check, train."""
-    command = parse_command_line(sys.argv[1:], process_environment())
+    command = parse_command_line(sys.argv[1:], process_environment(), check_data)
     from megatron_fp8.faults.report import run_reporting
     from megatron_fp8.parallel.start import global_rank
     from megatron_fp8.train.job import run_job
@@ -20,6 +20,6 @@ def main() -> None:
     run_reporting(lambda: run_job(command.config, command.vocab_size), global_rank())
 
 
-# Checkpoint writers are spawned, and import this file.
+# Workers that are spawned import this file.
 if __name__ == "__main__":
     main()

@@ -122,9 +122,9 @@ class DataConfig(Section):
     data_cache_path: str | None = None
     """Directory for sample indices; null: beside the token files."""
     num_workers: int = Field(default=1, ge=0)
-    """Background processes that read batches ahead, per data-parallel rank; 0: read in the loop."""
+    """Threads that read batches ahead, per data-parallel rank; 0: read in the loop."""
     eod_mask_loss: bool = False
-    """Leave end-of-document tokens out of the loss."""
+    """Leave what follows an end-of-document token (the first token of the next document) out of the loss."""
 
 
 class LoggingConfig(Section):

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from megatron_fp8.faults.exit_codes import ExitCode
 
 
-def run_reporting(job: Callable[[], None], rank: int) -> None:
+def run_reporting(job: Callable[[], object], rank: int) -> None:
     """Run `job`; on an exception print it with the rank and end the process at once with `ExitCode.FAILED`.
 
     Ends without Python's shutdown, which can wait for ever for collectives that other ranks no longer answer.
