@@ -18,6 +18,7 @@ from megatron_fp8.config.rundir import create_run_directory
 from megatron_fp8.config.schema import Config
 from megatron_fp8.parallel.start import init_process_group
 from megatron_fp8.report.console import ConsoleSink
+from megatron_fp8.report.library_warnings import hide_meaningless_warnings
 from megatron_fp8.report.record import JsonLines, Recorder
 
 
@@ -31,13 +32,15 @@ class JobSummary:
     seconds: float
 
 
-def run_job(config: Config, vocab_size: int) -> JobSummary:
+def run_job(config: Config, vocab_size: int, started: float) -> JobSummary:
     """Train as `config`, already checked, says; `vocab_size` is that of the tokenizer, before padding.
+
+    `started`: when the program started, on the monotonic clock in seconds.
 
     Every rank of the job calls this. Raises what the parts raise; `run_directory` is None on ranks that write none.
     """
-    started = time.monotonic()
     device = devices.prepare()
+    hide_meaningless_warnings(device.emulated)
     # They look for CUDA when imported.
     from megatron_fp8.data.dataset import build_datasets
     from megatron_fp8.data.tokenizer import Tokenizer

@@ -13,10 +13,10 @@ State = dict[str, tuple[list[float], list[list[float]]]]
 LAYOUTS = [(1, 1, None, 2), (2, 1, None, 2), (1, 2, None, 2), (2, 1, None, 4), (2, 2, None, 4), (1, 2, 2, 2)]
 
 
-def fp8_config(tp: int = 1, pp: int = 1, vpp: int | None = None, **model):
+def fp8_config(tp: int = 1, pp: int = 1, vpp: int | None = None, amax_reduction: str = "auto", **model):
     return small_config(
         model=model,
-        precision={"mode": "fp8", "fp8_amax_history_len": 4},
+        precision={"mode": "fp8", "fp8_amax_history_len": 4, "amax_reduction": amax_reduction},
         parallel={
             "tensor_model_parallel_size": tp,
             "pipeline_model_parallel_size": pp,
