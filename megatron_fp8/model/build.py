@@ -80,10 +80,11 @@ def build_model(
     return chunks
 
 
-def global_parameters(stages: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+def global_parameters(stages: Sequence[GPTStage | DistributedDataParallel]) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters of the stages (in DDP or not) by global name: layers counted over the whole model, from 0."""
     for wrapped in stages:
         stage = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+        assert isinstance(stage, GPTStage)
         for name, parameter in stage.named_parameters():
             yield global_name(name, stage.spec.first_layer), parameter
 

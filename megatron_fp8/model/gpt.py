@@ -106,7 +106,7 @@ class GPTStage(MegatronModule):
         `[s (/ tp), b, h]`; from the last stage per-token losses `[b, s]`, or without labels the logits
         `[s, b, padded_vocab / tp]`, both FP32.
         """
-        hidden = self.embedding(tokens, position_ids) if self.pre_process else self.input_tensor
+        hidden = self.embedding(tokens, position_ids) if self.pre_process else self._received()
         hidden = self._blocks(hidden)
         if not self.post_process:
             return hidden
@@ -117,6 +117,11 @@ class GPTStage(MegatronModule):
             return logits
         losses = tensor_parallel.vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous())
         return losses.transpose(0, 1).contiguous()
+
+    def _received(self) -> Tensor:
+        if self.input_tensor is None:
+            raise RuntimeError("a stage without the embedding ran before set_input_tensor gave it its input")
+        return self.input_tensor
 
     def _blocks(self, hidden: Tensor) -> Tensor:
         # In evaluation the weights are quantised anew and the cache of the training step is left alone.

@@ -19,7 +19,7 @@ from megatron_fp8.config.schema import Config
 from megatron_fp8.parallel.start import init_process_group
 from megatron_fp8.report.console import ConsoleSink
 from megatron_fp8.report.library_warnings import hide_meaningless_warnings
-from megatron_fp8.report.record import JsonLines, Recorder
+from megatron_fp8.report.record import JsonLines, Recorder, Sink, Value
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _open_run(config: Config) -> tuple[Path | None, Recorder]:
         return None, Recorder([])
     run_directory = create_run_directory(config)
     (run_directory / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    sinks = [
+    sinks: list[Sink] = [
         JsonLines(run_directory / "metrics.jsonl"),
         ConsoleSink(run_directory / "console.log", config.training.train_iters),
     ]
@@ -80,9 +80,9 @@ def _open_run(config: Config) -> tuple[Path | None, Recorder]:
 
 def _description(
     config: Config, layout: Layout, device: devices.Device, run_directory: Path | None
-) -> dict[str, float | int | str | bool | None]:
+) -> dict[str, Value]:
     parallel, precision = config.parallel, config.precision
-    formats = precision.mode
+    formats: str = precision.mode
     if precision.mode == "fp8":
         formats += f" {precision.fp8_recipe} {precision.fp8_format}, history {precision.fp8_amax_history_len}"
         formats += ", emulated" if device.emulated else ", native"
