@@ -36,7 +36,8 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 
 install() {
-    "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check --constraint constraints.txt "$@"
+    "$venv/bin/python" -m pip install --quiet --quiet --no-input --disable-pip-version-check \
+        --constraint constraints.txt "$@"
 }
 # torch alone and by its exact version: that form takes a CPU wheel where one is offered.
 torch=$(grep '^torch==' constraints.txt)

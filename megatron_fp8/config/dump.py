@@ -40,5 +40,7 @@ def dump_config(config: Config, origins: Mapping[str, str] | None = None) -> str
 
 def _to_yaml(value: Any) -> str:
     """`value` on one line; YAML 1.1's own forms, so that `off` is quoted and 1e-5 is written 1.0e-05."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True, explicit_end=False)
+    # PyYAML writes Unicode's line separators in a way that it reads back as spaces: escaped they survive.
+    readable = all(str(item).isprintable() for item in (value if isinstance(value, list) else [value]))
+    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=readable)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -7,8 +7,9 @@ again, so that following it never leads to the next mistake. Imports no torch.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from megatron_fp8.config.problem import Problem, show_value
 from megatron_fp8.config.schema import Config
 
 WORLD_SIZE = "world_size"
-MOST_CANDIDATES = 256
+MOST_CANDIDATES = 64
+MOST_STEPS_TRIED = 8
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ def to_problem(finding: Finding, facts: Facts, rules: Rules, origins: Mapping[st
         values = accepted_values(finding, alternative, facts, rules)
         if values:
             uses.append(" or ".join(_as_written(alternative.key, value) for value in values))
+    if not uses and (step := _step_towards(finding, facts, rules)):
+        uses.append(step)
     if not uses or finding.otherwise:
         uses.append(finding.otherwise or f"another value of {finding.key}")
     value = facts.get(finding.key) if finding.value is None else finding.value
@@ -112,20 +116,39 @@ def _as_written(key: str, value: Any) -> str:
     return f"{value} ranks" if key == WORLD_SIZE else f"{key}={show_value(value)}"
 
 
+def _step_towards(finding: Finding, facts: Facts, rules: Rules) -> str | None:
+    """The change that removes `finding` with the fewest other keys to change after it, and which those are."""
+    before = {other.identity for other in rules(facts)}
+    best: tuple[int, str] | None = None
+    for alternative in finding.alternatives:
+        for value in _allowed(alternative, MOST_STEPS_TRIED):
+            after = list(rules(facts.with_value(alternative.key, value)))
+            if finding.identity in {other.identity for other in after}:
+                continue
+            keys = sorted({other.key for other in after if other.identity not in before})
+            if best is None or len(keys) < best[0]:
+                too = " and ".join(keys)
+                best = len(keys), f"{_as_written(alternative.key, value)} (and then another {too})"
+    return best[1] if best else None
+
+
 def accepted_values(finding: Finding, alternative: Alternative, facts: Facts, rules: Rules) -> list[Any]:
     """The first of the candidates that the schema allows, that remove `finding` and bring no new one."""
     before = {other.identity for other in rules(facts)}
 
-    spec = config_fields().get(alternative.key)
-
     def accepted(value: Any) -> bool:
-        if spec is not None and not spec.allows(value):
-            return False
         after = {other.identity for other in rules(facts.with_value(alternative.key, value))}
         return finding.identity not in after and after <= before
 
-    tried = itertools.islice(alternative.candidates, MOST_CANDIDATES)
-    return list(itertools.islice(filter(accepted, tried), alternative.most))
+    return list(itertools.islice(filter(accepted, _allowed(alternative, MOST_CANDIDATES)), alternative.most))
+
+
+def _allowed(alternative: Alternative, most: int) -> Iterator[Any]:
+    """The first candidates, without those outside the key's range."""
+    spec = config_fields().get(alternative.key)
+    for value in itertools.islice(alternative.candidates, most):
+        if spec is None or spec.allows(value):
+            yield value
 
 
 def multiples(value: int, step: int = 1, least: int = 1) -> list[int]:
@@ -140,8 +163,9 @@ def multiples(value: int, step: int = 1, least: int = 1) -> list[int]:
     return [candidate for pair in pairs for candidate in pair if candidate is not None]
 
 
-def divisors(number: int, near: int) -> list[int]:
+@functools.lru_cache(maxsize=1024)
+def divisors(number: int, near: int) -> tuple[int, ...]:
     """Divisors of `number` other than `near`, nearest to `near` first."""
     small = [divisor for divisor in range(1, min(number, 4096) + 1) if number % divisor == 0]
     found = {*small, *(number // divisor for divisor in small)} - {near}
-    return sorted(found, key=lambda divisor: (abs(divisor - near), divisor))
+    return tuple(sorted(found, key=lambda divisor: (abs(divisor - near), divisor)))

@@ -127,13 +127,15 @@ def _nearest(key: str) -> str | None:
         return elsewhere[0]
     if name in _OTHER_NAMES:
         return _OTHER_NAMES[name]
+    sections = difflib.get_close_matches(section, list(Config.model_fields), n=1, cutoff=0.7)
+    if sections and not dot:
+        return f"section {sections[0]}"
     same_section = {spec.name: other for other, spec in known.items() if spec.section == section}
     all_names = {spec.name: other for other, spec in known.items()}
     for names in (same_section, all_names):
         for match in difflib.get_close_matches(name, names, n=1, cutoff=0.6):
             return names[match]
-    sections = difflib.get_close_matches(section, list(Config.model_fields), n=1)
-    return f"section {sections[0]}" if sections and not dot else None
+    return None
 
 
 def _wrong_value(spec: FieldSpec, written: Written, reason: str) -> Problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from megatron_fp8.config.facts import Alternative, Facts, Finding, divisors, multiples
@@ -156,7 +155,7 @@ def _recompute(facts: Facts) -> Iterator[Finding]:
     layers = config.model.recompute_num_layers
     parallel = config.parallel
     chunks = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
-    per_chunk = math.ceil(config.model.num_layers / chunks)
+    per_chunk = -(-config.model.num_layers // chunks)
     if config.model.recompute_granularity == "full" and layers is not None and layers > per_chunk:
         yield Finding(
             "recomputed layers",

@@ -19,6 +19,8 @@ _TRUE = frozenset({"true", "yes", "on"})
 _FALSE = frozenset({"false", "no", "off"})
 _NULL = frozenset({"", "~", "null", "none"})
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
+_LARGEST_INTEGER = 2**63 - 1
+_MOST_DIGITS = 100
 _YAML_TAGS = frozenset(
     f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "timestamp", "seq", "map")
 ) | {"tag:yaml.org,2002:value", "tag:yaml.org,2002:merge"}
@@ -41,7 +43,7 @@ def to_value(node: yaml.Node, spec: FieldSpec) -> Any:
     if not isinstance(node, yaml.ScalarNode):
         form = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
         raise ValueMismatchError(f"one value is needed, not {form}")
-    return _SCALAR_READERS[spec.kind](node.value.strip(), spec)
+    return _SCALAR_READERS[spec.kind](node.value, spec)
 
 
 def _is_null(text: str, spec: FieldSpec) -> bool:
@@ -68,18 +70,19 @@ def _to_text(text: str, _: FieldSpec) -> str:
 
 def _to_integer(text: str, _: FieldSpec) -> int:
     """`text` as an integer; `1_000` and `1e6` are integers too, `4.5` and `true` are not."""
-    if _INTEGER.fullmatch(text):
-        try:
-            return int(text)
-        except ValueError as error:  # more digits than Python converts, or a trailing underscore
-            raise ValueMismatchError("not a whole number that can be read") from error
     try:
-        number = float(text)
+        if _INTEGER.fullmatch(text) and len(text) < _MOST_DIGITS:
+            number = int(text)
+        else:
+            approximation = float(text)
+            if not math.isfinite(approximation) or approximation != int(approximation):
+                raise ValueMismatchError("not a whole number")
+            number = int(approximation)
     except ValueError as error:
         raise ValueMismatchError("not a whole number") from error
-    if not math.isfinite(number) or number != int(number):
-        raise ValueMismatchError("not a whole number")
-    return int(number)
+    if abs(number) > _LARGEST_INTEGER:
+        raise ValueMismatchError("too large: it does not fit into 64 bits")
+    return number
 
 
 def _to_float(text: str, _: FieldSpec) -> float:

@@ -1,0 +1,55 @@
+"""What is allowed and still worth a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from config_samples import load_small, write
+
+from megatron_fp8.config.dump import dump_config
+from megatron_fp8.config.layout import GemmShape, derive_layout
+from megatron_fp8.config.load import load_config
+from megatron_fp8.config.warn import config_warnings, fp8_seconds
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ([], []),
+        (["precision.fp8_margin=1", "precision.amax_reduction=off"], ["fp8_margin", "amax_reduction"]),
+        (["precision.fp8_margin=0"], []),
+        (["precision.mode=fp8", "precision.fp8_margin=1"], []),
+        (["optimizer.lr_wsd_decay_iters=5"], ["lr_wsd_decay_iters"]),
+        (["optimizer.lr_decay_style=constant", "optimizer.min_lr=1e-4"], ["min_lr"]),
+        (["optimizer.lr_warmup_init=1e-4"], ["lr_warmup_init"]),
+        (["model.max_position_embeddings=99"], ["max_position_embeddings"]),
+        (["model.position_embedding_type=learned_absolute", "model.rotary_base=5"], ["rotary_base"]),
+        (["model.recompute_num_layers=1"], ["recompute_num_layers"]),
+        (["training.eval_iters=0"], ["valid_data_path"]),
+    ],
+)
+def test_keys_that_do_nothing_are_pointed_out(tmp_path: Path, overrides: list[str], keys: list[str]) -> None:
+    warnings = config_warnings(load_small(tmp_path, overrides), None)
+    assert [warning.key.partition(".")[2] for warning in warnings] == keys
+    assert all("no effect" in warning.reason for warning in warnings)
+
+
+def test_a_written_config_read_back_brings_no_warnings(tmp_path: Path) -> None:
+    text = dump_config(load_small(tmp_path).config)
+    assert config_warnings(load_config(write(tmp_path, text, "resolved.yaml")), None) == []
+
+
+@pytest.mark.parametrize(("width", "pays"), [(128, False), (512, False), (4096, True), (8192, True)])
+def test_fp8_pays_for_large_gemms_only(width: int, pays: bool) -> None:
+    saved, spent = fp8_seconds((GemmShape("fc1", 4096, width, 4 * width),), 8)
+    assert (saved > spent) == pays
+
+
+def test_a_model_too_small_for_fp8_and_idle_stages_are_pointed_out(tmp_path: Path) -> None:
+    overrides = ["precision.mode=fp8", "parallel.pipeline_model_parallel_size=4", "training.global_batch_size=4"]
+    loaded = load_small(tmp_path, overrides)
+    warnings = config_warnings(loaded, derive_layout(loaded.config, 4, 1000))
+    assert [warning.key for warning in warnings] == ["precision.mode", "training.global_batch_size"]
+    assert "slower than BF16" in warnings[0].reason
+    assert "2 micro-batches" in warnings[1].reason
