@@ -131,6 +131,18 @@ def _patch_moves() -> None:
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
         return original_type(self, dtype, non_blocking, **kwargs)
 
+    original_module_to = torch.nn.Module.to
+
+    @functools.wraps(original_module_to)
+    def module_to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        # A device index is understood by C++ only where there is an accelerator.
+        if args and is_cuda_device(args[0]):
+            args = (ON_CUDA, *args[1:])
+        elif is_cuda_device(kwargs.get("device")):
+            kwargs["device"] = ON_CUDA
+        return original_module_to(self, *args, **kwargs)
+
+    torch.nn.Module.to = module_to  # type: ignore[method-assign,assignment]
     for name, method in {"to": to, "cuda": cuda, "cpu": cpu, "type": type_}.items():
         setattr(torch.Tensor, name, method)
 
@@ -154,37 +166,6 @@ def _patch_questions(current_device: Callable[[], int]) -> None:
     torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment]
 
 
-def _patch_default_device() -> None:
-    from torch.utils import _device
-
-    def init(self: _device.DeviceContext, device: Any) -> None:
-        original_init(self, host_device(device))
-        if is_cuda_device(device):
-            self.device = ON_CUDA
-
-    original_init = _device.DeviceContext.__init__
-    _device.DeviceContext.__init__ = init  # type: ignore[method-assign]
-
-
-def _patch_generator() -> None:
-    original = torch.Generator
-
-    class AnyGenerator(type):
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, original)
-
-        def __getattr__(cls, name: str) -> Any:
-            return getattr(original, name)
-
-    class Generator(metaclass=AnyGenerator):
-        """`torch.Generator(device)`: a generator of the CPU for every device."""
-
-        def __new__(cls, device: Any = "cpu") -> Any:
-            return original(host_device(device))
-
-    torch.Generator = Generator  # type: ignore[misc]
-
-
 def _patch_load() -> None:
     original_load = torch.load
 
@@ -194,9 +175,7 @@ def _patch_load() -> None:
             # A file that was written on a GPU says so; there is only the CPU to put it.
             map_location = ON_CUDA
         elif isinstance(map_location, dict):
-            map_location = {
-                key: "cpu" if is_cuda_device(value) else value for key, value in map_location.items()
-            }
+            map_location = {key: "cpu" if is_cuda_device(value) else value for key, value in map_location.items()}
         return original_load(f, map_location, *args, **kwargs)
 
     torch.load = load
@@ -207,6 +186,4 @@ def patch_factories(current_device: Callable[[], int]) -> None:
     _patch_factories()
     _patch_moves()
     _patch_questions(current_device)
-    _patch_default_device()
-    _patch_generator()
     _patch_load()

@@ -75,6 +75,7 @@ def _set_environment() -> None:
 
 def _patch_torch() -> None:
     from megatron_fp8.cpu.autocast import patch_autocast
+    from megatron_fp8.cpu.classes import patch_classes
     from megatron_fp8.cpu.collectives import patch_collectives
     from megatron_fp8.cpu.cuda import patch_cuda
     from megatron_fp8.cpu.factories import patch_factories
@@ -84,6 +85,7 @@ def _patch_torch() -> None:
     patch_cuda()
     patch_autocast()
     patch_factories(current_device)
+    patch_classes()
     patch_collectives()
     install_triton()
 

@@ -53,12 +53,8 @@ class HostAndGpu(TorchFunctionMode):
         else:
             self._host.pop(tensor, None)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.device:
-            return _make_device(*args, **kwargs)
         if func is torch.Tensor.to or func is self._move:
             return self._moved(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -96,12 +92,6 @@ class HostAndGpu(TorchFunctionMode):
         if result is not tensor:
             self.mark(result, to_host)
         return result
-
-
-def _make_device(*args: Any, **kwargs: Any) -> torch.device:
-    if len(args) == 1 and isinstance(args[0], int) and not kwargs:
-        return torch.device("cuda", args[0])
-    return torch.device(*args, **kwargs)
 
 
 def _patch_properties(mode: HostAndGpu) -> None:

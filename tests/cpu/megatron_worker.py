@@ -156,10 +156,7 @@ def train(layout: dict[str, Any]) -> list[list[float]]:
         assert updated
         loss = torch.stack([entry["loss"] for entry in losses]).mean() if losses else torch.zeros([])
         torch.distributed.all_reduce(loss)
-        copies = (
-            parallel_state.get_data_parallel_world_size()
-            * parallel_state.get_tensor_model_parallel_world_size()
-        )
+        copies = parallel_state.get_data_parallel_world_size() * parallel_state.get_tensor_model_parallel_world_size()
         curve.append([loss.item() / copies, float(norm)])
     parallel_state.destroy_model_parallel()
     return curve
@@ -168,9 +165,7 @@ def train(layout: dict[str, Any]) -> list[list[float]]:
 def main() -> None:
     rank, world, store, result, layouts = sys.argv[1:]
     torch.cuda.set_device(int(rank))
-    torch.distributed.init_process_group(
-        "nccl", init_method=f"file://{store}", rank=int(rank), world_size=int(world)
-    )
+    torch.distributed.init_process_group("nccl", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
     curves = {name: train(layout) for name, layout in json.loads(layouts).items()}
     if rank == "0":
         with open(result, "w") as file:  # noqa: PTH123

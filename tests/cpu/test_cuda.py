@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -322,3 +324,34 @@ def test_custom_fwd_casts() -> None:
     with torch.autocast("cuda", dtype=torch.bfloat16):
         Function.apply(x).sum().backward()
     assert seen == [(torch.float32, False), (torch.float32, False)]
+
+
+def test_device_and_generator_classes_answer_as_torchs_own() -> None:
+    device = torch.device(1)
+    assert device == torch.device("cuda", 1) == torch.device("cuda:1")
+    assert isinstance(device, torch.device)
+    assert not isinstance("cuda", torch.device)
+    assert pickle.loads(pickle.dumps(device)) == device
+    assert copy.deepcopy(device) == device
+    assert {type(device): "found"}[torch.device] == "found"
+    assert torch.device(type="cuda", index=2).index == 2
+    assert torch.device("cpu").type == "cpu"
+    with pytest.raises(RuntimeError):
+        torch.device("nonsense")
+    assert torch.Generator().device.type == "cpu"
+    assert hasattr(torch.Generator, "clone_state")
+
+    @torch.library.custom_op("megatron_fp8_test::made_on", mutates_args=())
+    def made_on(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return torch.zeros_like(x, device=device)
+
+    assert made_on(torch.ones(2), torch.device("cpu")).sum() == 0
+
+
+@pytest.mark.parametrize("device", CUDA_FORMS)
+def test_modules_move_to_every_form_of_device(device: Any) -> None:
+    module = torch.nn.Linear(2, 2)
+    assert module.to(device) is module
+    assert module.to(device=device, dtype=torch.float64).weight.dtype == torch.float64
+    assert module.to_empty(device=device).weight.is_cuda
+    assert torch.nn.Linear(2, 2, device=device).weight.is_cuda
