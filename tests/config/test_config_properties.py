@@ -73,7 +73,7 @@ def nested(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return sections
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(values=CONFIGS)
 def test_a_written_config_reads_back_equal(directory: Path, values: dict[str, Any]) -> None:
     config = Config.model_validate(nested(values))

@@ -1,0 +1,174 @@
+"""The project's architecture as rules over its source; each returns its violations as `path:line: text`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from source_tree import PACKAGE, Module, project_imports
+
+# From the bottom up: a module may import what is on its own layer or below. The longest name that fits counts.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    (f"{PACKAGE}.config",),
+    (f"{PACKAGE}.precision.recipe", f"{PACKAGE}.train.state", f"{PACKAGE}.planner"),
+    (f"{PACKAGE}.device", f"{PACKAGE}.parallel", f"{PACKAGE}.cpu"),
+    tuple(f"{PACKAGE}.{part}" for part in ("precision", "model.sharding", "data", "optim", "report", "faults")),
+    (f"{PACKAGE}.model", f"{PACKAGE}.checkpoint"),
+    (f"{PACKAGE}.train",),
+    ("pretrain", "tools"),
+)
+# What has to answer on a machine, and in a time, where torch cannot be imported.
+TORCH_FREE = (*LAYERS[0], *LAYERS[1], f"{PACKAGE}.data.check", "pretrain")
+HEAVY = ("torch", "megatron", "transformer_engine", "transformer_engine_torch")
+KNOWS_CUDA = (f"{PACKAGE}.cpu", f"{PACKAGE}.device")
+KNOWS_ENVIRONMENT = (*KNOWS_CUDA, f"{PACKAGE}.parallel", f"{PACKAGE}.config.load")
+MOST_FILE_LINES = 300
+MOST_FUNCTION_LINES = 60
+
+_CUDA_TEXT = re.compile(r"cuda(:\d*)?")
+_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "putenv", "unsetenv"})
+
+Modules = dict[str, Module]
+
+
+def all_violations(modules: Modules) -> list[str]:
+    """Every violation of every rule."""
+    found = [*upward_imports(modules), *cycles(modules), *torch_in_torch_free(modules)]
+    for module in modules.values():
+        found += [*global_statements(module), *cuda_uses(module), *environment_uses(module)]
+        found += [*lengths(module), *missing_docstring(module)]
+    return found
+
+
+def upward_imports(modules: Modules) -> Iterator[str]:
+    """Imports of something on a higher layer, and modules that are on none."""
+    for module in modules.values():
+        layer = layer_of(module.name)
+        if layer is None:
+            if module.name != PACKAGE:
+                yield f"{module.path}:1: {module.name} is on no layer: give it a place in LAYERS"
+            continue
+        for imported, target in project_imports(module, modules):
+            target_layer = layer_of(target)
+            if target_layer is not None and target_layer > layer:
+                yield f"{module.path}:{imported.line}: imports {target}, which is {target_layer - layer} above it"
+
+
+def layer_of(name: str) -> int | None:
+    """The index of a module's layer, or None."""
+    fitting = [
+        (len(prefix), index) for index, layer in enumerate(LAYERS) for prefix in layer if belongs(name, (prefix,))
+    ]
+    return max(fitting)[1] if fitting else None
+
+
+def belongs(name: str, parts: tuple[str, ...]) -> bool:
+    """Whether a module is one of `parts` or inside one."""
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+
+def cycles(modules: Modules) -> Iterator[str]:
+    """Circles of imports, those inside functions included; each once."""
+    graph = {
+        name: sorted({target for _, target in project_imports(module, modules)}) for name, module in modules.items()
+    }
+    finished: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> Iterator[str]:
+        if name in path:
+            circle = [*path[path.index(name) :], name]
+            yield f"{modules[name].path}:1: imports in a circle: {' -> '.join(circle)}"
+        elif name not in finished:
+            for target in graph[name]:
+                yield from visit(target, [*path, name])
+            finished.add(name)
+
+    for start in graph:
+        yield from visit(start, [])
+
+
+def torch_in_torch_free(modules: Modules) -> Iterator[str]:
+    """Heavy imports that importing a torch-free module brings in, by whatever way."""
+    for name, module in modules.items():
+        if not belongs(name, TORCH_FREE):
+            continue
+        if name != "pretrain":
+            for imported in module.imports:
+                if imported.lazy and belongs(imported.name, HEAVY):
+                    yield f"{module.path}:{imported.line}: imports {imported.name}, and has to do without"
+        for way in heavy_ways(name, modules, [], set()):
+            yield f"{module.path}:1: importing it imports {way}, and it has to do without"
+
+
+def heavy_ways(name: str, modules: Modules, path: list[str], seen: set[str]) -> Iterator[str]:
+    """Chains of imports outside functions from a module to a heavy package; the packages above count too."""
+    parts = name.split(".")
+    for reached in (".".join(parts[:length]) for length in range(1, len(parts) + 1)):
+        if reached not in modules or reached in seen:
+            continue
+        seen.add(reached)
+        module = modules[reached]
+        for imported in module.imports:
+            if not imported.lazy and belongs(imported.name, HEAVY):
+                yield " -> ".join([*path, reached, imported.name])
+        for imported, target in project_imports(module, modules):
+            if not imported.lazy:
+                yield from heavy_ways(target, modules, [*path, reached], seen)
+
+
+def global_statements(module: Module) -> Iterator[str]:
+    """`global`: state that everything can change."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Global):
+            yield f"{module.path}:{node.lineno}: global {', '.join(node.names)}"
+
+
+def cuda_uses(module: Module) -> Iterator[str]:
+    """`torch.cuda`, `.cuda()`, `.is_cuda` and "cuda" where the kind of device must not be known."""
+    if belongs(module.name, KNOWS_CUDA):
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"):
+            yield f"{module.path}:{node.lineno}: .{node.attr}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _CUDA_TEXT.fullmatch(node.value):
+            yield f"{module.path}:{node.lineno}: {node.value!r}"
+    for imported in module.imports:
+        if belongs(imported.name, ("torch.cuda",)):
+            yield f"{module.path}:{imported.line}: imports {imported.name}"
+
+
+def environment_uses(module: Module) -> Iterator[str]:
+    """`os.environ` and its like outside the modules that may look at the environment."""
+    if belongs(module.name, KNOWS_ENVIRONMENT):
+        return
+    for node in ast.walk(module.tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in _ENVIRONMENT
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "os"
+        ):
+            yield f"{module.path}:{node.lineno}: os.{node.attr}"
+    for imported in module.imports:
+        if imported.name in {f"os.{name}" for name in _ENVIRONMENT}:
+            yield f"{module.path}:{imported.line}: imports {imported.name}"
+
+
+def lengths(module: Module) -> Iterator[str]:
+    """Files and functions too long to read at once."""
+    num_lines = len(module.text.splitlines())
+    if num_lines > MOST_FILE_LINES:
+        yield f"{module.path}:1: {num_lines} lines, at most {MOST_FILE_LINES}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            length = node.end_lineno - node.lineno + 1
+            if length > MOST_FUNCTION_LINES:
+                yield f"{module.path}:{node.lineno}: {node.name} has {length} lines, at most {MOST_FUNCTION_LINES}"
+
+
+def missing_docstring(module: Module) -> Iterator[str]:
+    """Modules that do not say what they own; an empty one owns nothing."""
+    if module.tree.body and not ast.get_docstring(module.tree):
+        yield f"{module.path}:1: no module docstring"
