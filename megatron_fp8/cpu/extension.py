@@ -61,6 +61,8 @@ def build_extension() -> ModuleType:
     """A new module with TE's enums and every kernel of `megatron_fp8.cpu.kernels`.
 
     The caller puts it into `sys.modules["transformer_engine_torch"]` before TE is imported.
+
+    Raises ValueError when two kernel files give the same name.
     """
     extension = ModuleType(enums.EXTENSION_NAME, "CPU stand-in for Transformer Engine's compiled extension.")
 
@@ -79,6 +81,8 @@ def build_extension() -> ModuleType:
             continue
         kernels = importlib.import_module(f"megatron_fp8.cpu.kernels.{theme}")
         for name in kernels.__all__:
+            if name in vars(extension):
+                raise ValueError(f"{name} is given twice, the second time by megatron_fp8.cpu.kernels.{theme}")
             setattr(extension, name, getattr(kernels, name))
     extension.__getattr__ = look_up  # type: ignore[method-assign]
     return extension

@@ -1,125 +1,127 @@
-"""Scale updates against Transformer Engine's own Python, bit for bit, and the numbers that users were bitten by."""
+"""Delayed scaling's update against TE's own Python functions, bit for bit; the scale of one tensor."""
 
 from __future__ import annotations
 
-import numpy as np
+import math
+
 import pytest
 import torch
-import transformer_engine_torch as tex
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformer_engine.common.recipe import DelayedScaling
-from transformer_engine.pytorch.quantization import _amax_and_scale_update
 
-from megatron_fp8.cpu.kernels.scaling import scale_from_amax
+from megatron_fp8.cpu import install
+
+install()
+
+import transformer_engine_torch as tex  # noqa: E402
+from transformer_engine.common.recipe import DelayedScaling, Format  # noqa: E402
+from transformer_engine.pytorch import quantization  # noqa: E402
+
+from megatron_fp8.cpu.kernels.scaling import scale_from_amax  # noqa: E402
 
 FP32_MAX = torch.finfo(torch.float32).max
-DEGENERATE = [0.0, 1e-40, 1e-45, torch.inf, torch.nan, FP32_MAX, 448.0]
-numbers = st.one_of(
-    st.sampled_from(DEGENERATE), st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=False)
-)
-scale_numbers = st.one_of(st.sampled_from([1.0, FP32_MAX, torch.inf]), st.floats(2.0**-60, 2.0**60, width=32))
+E4M3 = tex.DType.kFloat8E4M3
+# With NaN, infinities, zero, subnormals and amaxes so small that 448 / amax overflows.
+amaxes = st.floats(0, width=32, allow_infinity=True) | st.sampled_from([0.0, 1e-40, math.inf, math.nan])
+scales = st.floats(2.0**-126, FP32_MAX, width=32)
 
 
-def update(amaxes: list, histories: list, scales: list, algorithm: str = "max", dtype=None, margin: int = 0) -> None:
+def update_here(
+    reduced: torch.Tensor, histories: list[torch.Tensor], scale: list[torch.Tensor], **recipe: object
+) -> None:
     tex.fused_amax_and_scale_update_after_reduction(
-        torch.tensor(amaxes), histories, scales, algorithm, dtype or tex.DType.kFloat8E4M3, margin
+        reduced, histories, scale, recipe["amax_compute_algo"], recipe.get("dtype", E4M3), recipe.get("margin", 0)
     )
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(((a == b) | (torch.isnan(a) & torch.isnan(b))).all())
+@st.composite
+def modules(draw: st.DrawFn) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Several modules' amax histories `[length, operands]`, scales `[operands]` and reduced amaxes `[operands]`."""
+    result = []
+    for _ in range(draw(st.integers(1, 3))):
+        length, operands = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+        numbers = st.lists(amaxes, min_size=length * operands, max_size=length * operands)
+        history = torch.tensor(draw(numbers)).reshape(length, operands)
+        scale = torch.tensor(draw(st.lists(scales, min_size=operands, max_size=operands)))
+        reduced = torch.tensor(draw(st.lists(amaxes, min_size=operands, max_size=operands)))
+        result.append((history, scale, reduced))
+    return result
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    data=st.data(),
-    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=3),
-    algorithm=st.sampled_from(["max", "most_recent"]),
-    margin=st.integers(-2, 3),
-    fp8=st.sampled_from([(tex.DType.kFloat8E4M3, 448.0), (tex.DType.kFloat8E5M2, 57344.0)]),
-)
-def test_update_equals_transformer_engines_python(data, lengths, algorithm, margin, fp8) -> None:
-    def draw(strategy: st.SearchStrategy, *shape: int) -> torch.Tensor:
-        count = int(np.prod(shape))
-        return torch.tensor(data.draw(st.lists(strategy, min_size=count, max_size=count))).view(*shape)
-
-    # Modules of 3, 2 and 3 FP8 tensors, each with a history of its own length.
-    sizes = [3, 2, 3][: len(lengths)]
-    histories = [draw(numbers, length, size) for length, size in zip(lengths, sizes, strict=True)]
-    scales = [draw(scale_numbers, size) for size in sizes]
-    amaxes = draw(numbers, sum(sizes))
-    expected_histories = [history.clone() for history in histories]
-    expected_scales = [scale.clone() for scale in scales]
-    recipe = DelayedScaling(margin=margin, amax_compute_algo=algorithm)
-    for part, history, scale in zip(amaxes.split(sizes), expected_histories, expected_scales, strict=True):
-        history[0].copy_(part)
-        _amax_and_scale_update(history, scale, fp8[1], recipe)
-
-    tex.fused_amax_and_scale_update_after_reduction(amaxes, histories, scales, algorithm, fp8[0], margin)
-    for actual, expected in zip(histories + scales, expected_histories + expected_scales, strict=True):
-        assert same_bits(actual, expected), (actual, expected)
-
-
-def test_degenerate_amaxes() -> None:
-    history, scale = torch.zeros(4, 5), torch.full((5,), 7.0)
-    update([0.0, 1e-40, 3.5, torch.inf, torch.nan], [history], [scale])
-    assert scale.tolist() == [7, FP32_MAX, 128, 7, 7]
+@given(modules=modules(), algorithm=st.sampled_from(["max", "most_recent"]), margin=st.integers(-2, 3))
+@pytest.mark.parametrize(("fp8_format", "limit"), [(Format.E4M3, 448.0), (Format.E5M2, 57344.0)], ids=["e4m3", "e5m2"])
+def test_update_equals_transformer_engines_python(modules, algorithm, margin, fp8_format, limit) -> None:  # type: ignore[no-untyped-def]
+    recipe = DelayedScaling(margin=margin, amax_compute_algo=algorithm, fp8_format=Format.HYBRID)
+    expected = [(history.clone(), scale.clone()) for history, scale, _ in modules]
+    for (history, scale), (_, _, reduced) in zip(expected, modules, strict=True):
+        history[0].copy_(reduced)
+        quantization._amax_and_scale_update(history, scale, limit, recipe)
+    histories, scale, reduced = map(list, zip(*modules, strict=True))
+    dtype = E4M3 if fp8_format is Format.E4M3 else tex.DType.kFloat8E5M2
+    update_here(torch.cat(reduced), histories, scale, amax_compute_algo=algorithm, margin=margin, dtype=dtype)
+    for history, scale_here, (expected_history, expected_scale) in zip(histories, scale, expected, strict=True):
+        assert torch.equal(history.view(torch.int32), expected_history.view(torch.int32))
+        assert torch.equal(scale_here.view(torch.int32), expected_scale.view(torch.int32))
 
 
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
     [("max", [448, 56, 56, 56, 56, 224, 224]), ("most_recent", [448, 56, 224, 224, 224, 224, 224])],
 )
-def test_history_of_four(algorithm: str, expected: list[float]) -> None:
-    history, scale = torch.zeros(4, 1), torch.ones(1)
-    # A module with another history length in the same update must not disturb it.
-    other_history, other_scale = torch.zeros(16, 2), torch.ones(2)
-    reached = []
+def test_an_outlier_leaves_after_the_history_length(algorithm: str, expected: list[float]) -> None:
+    history, scale, seen = torch.zeros(4, 1), torch.ones(1), []
     for amax in [1.0, 8.0, 2.0, 2.0, 2.0, 2.0, 2.0]:
-        update([amax, 1.0, amax], [history, other_history], [scale, other_scale], algorithm)
-        reached.append(scale.item())
-    assert reached == expected
-    assert other_scale.tolist() == [448, 56 if algorithm == "max" else 224]
+        update_here(torch.tensor([amax]), [history], [scale], amax_compute_algo=algorithm)
+        seen.append(scale.item())
+    assert seen == expected
 
 
-def test_zero_amaxes_do_not_erase_a_scale() -> None:
-    history, scale = torch.zeros(2, 1), torch.ones(1)
-    for amax in [4.0, 0.0, 0.0, 0.0]:
-        update([amax], [history], [scale])
-    assert scale.item() == 112
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_degenerate_amaxes(algorithm: str) -> None:
+    history, scale = torch.zeros(1, 5), torch.full((5,), 7.0)
+    reduced = torch.tensor([0.0, 1e-40, 3.5, math.inf, math.nan])
+    update_here(reduced, [history], [scale], amax_compute_algo=algorithm)
+    assert scale.tolist() == [7.0, FP32_MAX, 128.0, 7.0, 7.0]
+    assert history.tolist() == [[0.0] * 5]
 
 
-def test_unknown_algorithm_is_an_error() -> None:
-    with pytest.raises(ValueError, match="mean"):
-        update([1.0], [torch.zeros(1, 1)], [torch.ones(1)], "mean")
+def test_modules_with_different_history_lengths_all_update() -> None:
+    histories, scale = [torch.zeros(1, 2), torch.zeros(16, 1), torch.zeros(3, 3)], [torch.ones(n) for n in (2, 1, 3)]
+    update_here(torch.tensor([1.0, 2.0, 4.0, 7.0, 8.0, 16.0]), histories, scale, amax_compute_algo="max")
+    assert torch.cat(scale).tolist() == [448.0, 224.0, 112.0, 64.0, 56.0, 28.0]
+    assert [history[-1].tolist() for history in histories] == [[0.0, 0.0], [4.0], [7.0, 8.0, 16.0]]
 
 
-@pytest.mark.parametrize(
-    ("amax", "options", "expected"),
-    [
-        (3.5, {}, 128.0),
-        (3.0, {}, float(np.float32(448) / np.float32(3))),
-        (0.0, {}, 1.0),
-        (torch.inf, {}, 1.0),
-        (torch.nan, {}, 1.0),
-        (1e-40, {}, FP32_MAX),
-        (1e-40, {"force_pow_2_scales": True}, 2.0**127),
-        (3.0, {"force_pow_2_scales": True}, 128.0),
-        (3.5, {"force_pow_2_scales": True}, 128.0),
-        (0.0, {"force_pow_2_scales": True}, 1.0),
-        (1e-6, {"epsilon": 1.0}, 448.0),
-        (0.0, {"epsilon": 1.0}, 448.0),
-        (2.0, {"epsilon": 1.0}, 224.0),
-        (torch.nan, {"epsilon": 1.0}, 1.0),
-    ],
-)
-def test_scale_of_current_scaling(amax: float, options: dict, expected: float) -> None:
-    arguments = {"force_pow_2_scales": False, "epsilon": 0.0} | options
-    assert scale_from_amax(torch.tensor([amax]), 448.0, **arguments).item() == expected
+def test_scales_are_updated_in_place() -> None:
+    scale = torch.ones(2)
+    first, second = scale[:1], scale[1:]
+    histories = [torch.zeros(2, 1), torch.zeros(2, 1)]
+    update_here(torch.tensor([1.0, 2.0]), histories, [first, second], amax_compute_algo="max")
+    assert scale.tolist() == [448.0, 224.0]
 
 
-def test_compute_amax_writes_in_place() -> None:
-    amax = torch.zeros(1)
-    tex.compute_amax(torch.tensor([[1.0, -5.0]]).bfloat16(), amax)
-    assert amax.item() == 5
+def test_another_algorithm_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'mean'.*'max' or 'most_recent'"):
+        update_here(torch.ones(1), [torch.zeros(2, 1)], [torch.ones(1)], amax_compute_algo="mean")
+
+
+def test_scale_of_one_tensor() -> None:
+    amax = torch.tensor([448.0, 1.0, 3.0, 0.0, 1e-40, math.inf, math.nan])
+    assert scale_from_amax(amax, 448.0, False, 0.0).tolist() == [
+        1.0,
+        448.0,
+        (torch.tensor(448.0) / 3).item(),
+        1.0,
+        FP32_MAX,
+        1.0,
+        1.0,
+    ]
+    assert scale_from_amax(amax, 448.0, True, 0.0).tolist() == [1.0, 256.0, 128.0, 1.0, 2.0**127, 1.0, 1.0]
+    assert scale_from_amax(torch.tensor([0.0, 0.5, 3.5]), 448.0, False, 1.0).tolist() == [448.0, 448.0, 128.0]
+
+
+def test_compute_amax() -> None:
+    amax = torch.tensor([9.0])
+    tex.compute_amax(torch.tensor([[1.0, -3.0]], dtype=torch.bfloat16), amax)
+    assert amax.tolist() == [3.0]

@@ -1,31 +1,51 @@
-"""Owns the GEMM of `transformer_engine_torch`. Must not know modules or recipes.
+"""The GEMM of `transformer_engine_torch`. Must not know modules or recipes.
 
 Products of BF16, FP16 and float8 values are exact in FP32, and FP32 is what the tensor cores accumulate in: every
-operand is widened to FP32 without its scale, one SGEMM multiplies, and the scales go into its `alpha`. CPUs without
-native BF16 arithmetic are 10 to 200 times slower in torch's BF16 matmul than so.
+operand is widened to FP32 without its scale, one SGEMM multiplies, and the scales go into its `alpha`. On two AMD Zen 3
+cores, which have no BF16 arithmetic, torch's BF16 matmul runs at 0.03 to 0.1 of that. CPUs that have it multiply the
+same FP32 operands in BF16 (exactly, as the values fit) with FP32 accumulation, through oneDNN.
+
+Only `out=` forms of torch's matrix products are called: autocast would run the others in BF16.
 """
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fp8.cpu.kernels import casts
-from megatron_fp8.cpu.kernels.quantize import quantize, rowwise_bytes, torch_dtype
+from megatron_fp8.cpu.kernels.dtypes import torch_dtype
+from megatron_fp8.cpu.kernels.quantize import format_of, quantize
 
 __all__ = ["generic_gemm"]
 
+_NATIVE_BF16 = torch.backends.mkldnn.is_available() and (
+    torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+)
 
+
+@dataclass(frozen=True)
+class _Operand:
+    """FP32 matrix `[rows, columns]`, the factor that makes it the operand, and whether BF16 holds its values."""
+
+    matrix: Tensor
+    factor: float
+    fits_bf16: bool
+
+
+@torch.no_grad()
 def generic_gemm(
     A: Any,
     transa: bool,
     B: Any,
     transb: bool,
-    D: Tensor | None,
+    D: Any,
     quantizer: Any,
     output_dtype: Any,
     bias: Tensor | None,
-    bias_type: Any,  # noqa: ARG001
+    bias_type: Any,
     gelu: bool,
     gelu_in: Tensor | None,
     grad: bool,
@@ -34,98 +54,132 @@ def generic_gemm(
     accumulate: bool,
     use_split_accumulator: bool,  # noqa: ARG001
     comm_overlap: Any = None,
-    comm_type: Any = None,  # noqa: ARG001
-    extra_output: Any = None,
+    comm_type: Any = None,
+    extra_output: Tensor | None = None,
     bulk_overlap: bool = False,
     alpha: float = 1.0,
     beta: float | None = None,
-) -> tuple[Any, Tensor | None, Tensor | None, Any]:
-    """`D = alpha * op(B) @ op(A) [+ beta * D] [+ bias]`, `op` being the transpose where `transa`/`transb` says so.
+) -> list[Any]:
+    """`D = alpha * op(B) @ op(A) [+ beta * D] [+ bias]`, `op` transposing where `transa`, `transb` say so.
 
-    A and B are `[..., columns]`, taken as matrices of their last axis: `TN` with weight A `[n, k]` and input B
-    `[m, k]` is the forward GEMM, `NN` the input gradient, `NT` the weight gradient. Operands: FP32, BF16, FP16
-    tensors or per-tensor scaled FP8. D: written if given (FP32 `main_grad` with `accumulate`), else made in
-    `output_dtype`, or quantised with `quantizer`. The accumulator is FP32 and is rounded once.
+    A, B: `[..., columns]`, taken as matrices `[rows, columns]`; FP32, BF16, FP16 or quantised. The forward GEMM is
+    `TN` with weight A `[n, k]` and input B `[..., k]`, the input gradient `NN`, the weight gradient `NT`.
+    D: None or a contiguous tensor to write, such as FP32 `main_grad` with `accumulate` (beta 1 unless given).
+    Without D the result has `output_dtype` (A's if None) or is quantised with `quantizer`. FP32 accumulators
+    are rounded once; delayed scaling of FP8 operands quantises the accumulators, other quantizers the rounded values.
 
-    Forward: `bias` `[n]` is added, and with `gelu` the result passes through GELU (tanh form), what stood before
-    going into `gelu_in`. With `grad`: `bias` asks for the bias gradient, the sum of B over its rows, in bias's
-    dtype; `gelu` multiplies the result with GELU's derivative at `gelu_in`.
+    Without `grad`, `bias` `[n]` is added and `gelu` applies GELU (tanh form). With it, `bias` asks for the bias
+    gradient, the sum of B over its rows in D's dtype, and `gelu` multiplies with GELU's derivative at `gelu_in`.
 
-    Returns `(D, bias gradient, gelu_in, extra_output)`. Raises NotImplementedError for overlapped communication.
+    Returns [D, bias gradient or None, values before GELU or None, extra_output]. Raises NotImplementedError for
+    overlapped communication and unknown formats, ValueError for shapes that do not fit or a missing `gelu_in`.
     """
-    if comm_overlap is not None or bulk_overlap:
+    if comm_overlap is not None or comm_type is not None or bulk_overlap:
         raise NotImplementedError("generic_gemm with overlapped communication (Userbuffers) has no CPU stand-in")
-    left, left_scale = _matrix(B)
-    right, right_scale = _matrix(A)
-    if right is left and A is not B:
-        raise AssertionError("operands share a buffer")
-    bias_grad = left.sum(dim=0).mul_(left_scale).to(bias.dtype) if grad and bias is not None else None
-    left = left.t() if transb else left
-    right = right.t() if transa else right
-    total_scale = float(alpha) * left_scale * right_scale
-
-    accumulates = accumulate and D is not None
-    if accumulates and D.dtype == torch.float32 and not gelu:  # type: ignore[union-attr]
-        flat = D.view(left.shape[0], right.shape[1])  # type: ignore[union-attr]
-        torch.addmm(flat, left, right, beta=1.0 if beta is None else beta, alpha=total_scale, out=flat)
-        return D, bias_grad, None, extra_output
-
-    result = torch.mm(left, right)
-    if total_scale != 1.0:
-        result.mul_(total_scale)
-    if bias is not None and not grad:
-        result.add_(bias)
-    dtype = D.dtype if D is not None and quantizer is None else _result_dtype(A, output_dtype)
-    result, gelu_in = _apply_gelu(result, gelu, gelu_in, grad, dtype)
-    result = result.view(_result_shape(B, transb, result))
-    if accumulates:
-        result.add_(D.view(result.shape), alpha=1.0 if beta is None else beta)  # type: ignore[union-attr]
-    return _deliver(result, dtype, D, quantizer), bias_grad, gelu_in, extra_output
+    right, left = _operand(A, not transa), _operand(B, transb)
+    dtype = _output_dtype(A, D, output_dtype)
+    shape = _output_shape(left.matrix, transb, right.matrix, transa, B)
+    bias_grad = left.matrix.sum(dim=0).mul_(left.factor).to(dtype) if grad and bias is not None else None
+    in_place = quantizer is None and not gelu and D is not None and D.dtype == torch.float32
+    total = D if in_place else torch.empty(shape, dtype=torch.float32)
+    if accumulate and not in_place:
+        total.copy_(D)
+    beta = (1.0 if beta is None else beta) if accumulate else 0.0
+    _multiply(left, transb, right, transa, alpha, beta, None if grad else bias, total)
+    if in_place:
+        return [D, bias_grad, None, extra_output]
+    quantized, before_gelu = _is_quantized(A) or _is_quantized(B), None
+    if gelu and not grad:
+        before_gelu = total.to(torch_dtype(bias_type) if quantized else dtype)
+        total = torch.nn.functional.gelu(total, approximate="tanh")
+    elif gelu:
+        total = _gelu_backward(total, gelu_in)
+    return [_deliver(total, dtype, D, quantizer, quantized), bias_grad, before_gelu, extra_output]
 
 
-def _matrix(operand: Any) -> tuple[Tensor, float]:
-    """FP32 matrix `[rows, columns]` and the factor that turns it into the operand's values."""
-    if isinstance(operand, Tensor) and not hasattr(operand, "_fp8_dtype"):
-        return operand.reshape(-1, operand.shape[-1]).to(torch.float32), 1.0
-    if not hasattr(operand, "_fp8_dtype") or not hasattr(operand, "_transpose"):
-        raise NotImplementedError(f"generic_gemm of {type(operand).__name__} has no CPU stand-in")
-    data = rowwise_bytes(operand)
-    values, factor = casts.unscaled(data.reshape(-1, data.shape[-1]), torch_dtype(operand._fp8_dtype))
-    return values, factor * float(operand._scale_inv)
+def _multiply(
+    left: _Operand,
+    transpose_left: bool,
+    right: _Operand,
+    transpose_right: bool,
+    alpha: float,
+    beta: float,
+    bias: Tensor | None,
+    total: Tensor,
+) -> None:
+    """`total = alpha * op(left) @ op(right) + beta * total + bias`, in FP32 `[..., n]`."""
+    rows = left.matrix.t() if transpose_left else left.matrix
+    columns = right.matrix.t() if transpose_right else right.matrix
+    flat = total.view(rows.shape[0], columns.shape[1])
+    addend = flat
+    if bias is not None and beta == 0.0:
+        addend, beta, bias = bias.to(torch.float32), 1.0, None
+    with _bf16_products(_NATIVE_BF16 and left.fits_bf16 and right.fits_bf16):
+        torch.addmm(addend, rows, columns, beta=beta, alpha=alpha * left.factor * right.factor, out=flat)
+    if bias is not None:
+        flat.add_(bias)
 
 
-def _result_dtype(A: Any, output_dtype: Any) -> torch.dtype:
+@contextlib.contextmanager
+def _bf16_products(enabled: bool) -> Iterator[None]:
+    """Let oneDNN multiply FP32 operands in BF16 inside."""
+    if not enabled:
+        yield
+        return
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def _gelu_backward(grad: Tensor, gelu_in: Tensor | None) -> Tensor:
+    if gelu_in is None:
+        raise ValueError("generic_gemm with grad and gelu needs gelu_in, the values before GELU")
+    before = gelu_in.view(grad.shape).to(torch.float32)
+    return torch.ops.aten.gelu_backward(grad, before, approximate="tanh")
+
+
+def _is_quantized(operand: Any) -> bool:
+    return not isinstance(operand, Tensor) or hasattr(operand, "_quantizer")
+
+
+def _operand(operand: Any, columnwise: bool) -> _Operand:
+    """Widen an operand; `columnwise` names the usage that TE's GEMM reads for this side and transposition."""
+    if _is_quantized(operand):
+        values, factor = format_of(operand).values(operand, columnwise)
+        return _Operand(values.reshape(-1, values.shape[-1]), factor, True)
+    matrix = operand.reshape(-1, operand.shape[-1]).to(torch.float32)
+    return _Operand(matrix, 1.0, operand.dtype == torch.bfloat16)
+
+
+def _output_dtype(A: Any, D: Any, output_dtype: Any) -> torch.dtype:
     if output_dtype is not None:
         return torch_dtype(output_dtype)
-    return A.dtype if isinstance(A, Tensor) else A._dtype
+    given = A if D is None else D
+    return given.dtype if isinstance(given, Tensor) else given._dtype
 
 
-def _result_shape(B: Any, transb: bool, result: Tensor) -> list[int]:
-    """The forward and the input-gradient GEMM keep B's leading axes, the weight gradient has two axes."""
-    if transb:
-        return list(result.shape)
-    shape = B.shape if isinstance(B, Tensor) else B.size()
-    return [*shape[:-1], result.shape[-1]]
+def _output_shape(left: Tensor, transpose_left: bool, right: Tensor, transpose_right: bool, B: Any) -> list[int]:
+    """`[*leading axes of B, n]`, or `[m, n]` for the weight gradient, which sums over B's rows."""
+    inner = left.shape[0 if transpose_left else 1], right.shape[1 if transpose_right else 0]
+    if inner[0] != inner[1]:
+        raise ValueError(
+            f"GEMM sums over {inner[1]} elements of A {tuple(right.shape)} (transa={transpose_right}) but over"
+            f" {inner[0]} of B {tuple(left.shape)} (transb={transpose_left})"
+        )
+    columns = right.shape[0 if transpose_right else 1]
+    return [left.shape[1], columns] if transpose_left else [*B.size()[:-1], columns]
 
 
-def _apply_gelu(
-    result: Tensor, gelu: bool, gelu_in: Tensor | None, grad: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    if not gelu:
-        return result, gelu_in
-    if grad:
-        if gelu_in is None:
-            raise ValueError("generic_gemm with gelu and grad needs gelu_in")
-        before = gelu_in.view(result.shape).float()
-        return torch.ops.aten.gelu_backward(result, before, approximate="tanh"), gelu_in
-    before = result.to(dtype)
-    gelu_in = before if gelu_in is None else gelu_in.copy_(before.view(gelu_in.shape))
-    return torch.nn.functional.gelu(before.float(), approximate="tanh"), gelu_in
+def _deliver(total: Tensor, dtype: torch.dtype, D: Any, quantizer: Any, fp8_operands: bool) -> Any:
+    if quantizer is None:
+        return total.to(dtype) if D is None else D.copy_(total)
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-
-def _deliver(result: Tensor, dtype: torch.dtype, D: Any, quantizer: Any) -> Any:
-    if quantizer is not None:
-        return quantize(result.to(dtype), quantizer, D)
+    fused = fp8_operands and isinstance(quantizer, Float8Quantizer)
     if D is None:
-        return result.to(dtype)
-    return D.copy_(result.view(D.shape))
+        D = format_of(quantizer).empty(quantizer, total.shape, dtype, "cpu")
+    return quantize(total if fused else total.to(dtype), quantizer, D)

@@ -1,173 +1,126 @@
-"""Owns quantisation and dequantisation of `transformer_engine_torch` for per-tensor scaling, delayed and current.
+"""Quantisation functions of `transformer_engine_torch`: which format a quantizer or a quantised tensor has.
 
-A quantised tensor's columnwise data (`_transpose`) is a strided view of its rowwise bytes: the GEMM here reads any
-layout, so a copy would only cost time and memory, and a view cannot go stale. Transformer Engine communicates
-rowwise bytes only with these quantisers. Must not know GEMMs or modules.
+Must not know how a format is computed (see the format files) or what a GEMM does with it.
 """
 
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fp8.cpu.enums import DType
-from megatron_fp8.cpu.kernels import casts
+from megatron_fp8.cpu.kernels import float8
+from megatron_fp8.cpu.kernels.dtypes import torch_dtype
 
 __all__ = [
     "bgrad_quantize",
-    "compute_amax",
     "create_empty_quantized_tensor",
     "dequantize",
     "fp8_transpose",
+    "multi_tensor_quantize",
     "quantize",
+    "split_quantize",
 ]
 
-_FP32_MAX = torch.finfo(torch.float32).max
-_TORCH_DTYPES = {
-    DType.kByte: torch.uint8,
-    DType.kInt32: torch.int32,
-    DType.kFloat32: torch.float32,
-    DType.kFloat16: torch.float16,
-    DType.kBFloat16: torch.bfloat16,
-    DType.kFloat8E4M3: torch.float8_e4m3fn,
-    DType.kFloat8E5M2: torch.float8_e5m2,
-}
+
+@dataclass(frozen=True)
+class Format:
+    """What the stand-in can do with one quantised format.
+
+    quantize(tensor, quantizer, output or None, noop) -> output; empty(quantizer, shape, dtype, device) -> tensor;
+    values(storage, columnwise) -> FP32 values in logical order and the factor that makes them the tensor's numbers;
+    dequantize(storage, dtype) -> tensor.
+    """
+
+    quantize: Callable[[Tensor, Any, Any, bool], Any]
+    empty: Callable[[Any, Sequence[int], torch.dtype, Any], Any]
+    values: Callable[[Any, bool], tuple[Tensor, float]]
+    dequantize: Callable[[Any, torch.dtype], Tensor]
 
 
-def torch_dtype(te_dtype: Any) -> torch.dtype:
-    """The torch dtype of one of TE's (`DType` of the extension or of TE's Python, or an integer)."""
-    return _TORCH_DTYPES[DType(int(te_dtype))]
+_FLOAT8 = Format(float8.quantize_float8, float8.empty_float8, float8.float8_values, float8.dequantize_float8)
 
 
+@functools.cache
+def _formats() -> dict[type, Format]:
+    # TE imports the extension before it has these classes.
+    from transformer_engine.pytorch import tensor as te
+
+    return {
+        te.Float8Quantizer: _FLOAT8,
+        te.Float8CurrentScalingQuantizer: _FLOAT8,
+        te.Float8TensorStorage: _FLOAT8,
+    }
+
+
+def format_of(thing: Any) -> Format:
+    """The format of a TE quantizer or quantised tensor. Raises NotImplementedError for one without a stand-in."""
+    formats = _formats()
+    for base in type(thing).__mro__:
+        if base in formats:
+            return formats[base]
+    raise NotImplementedError(
+        f"{type(thing).__name__} has no CPU stand-in; use delayed scaling (Float8Quantizer) or current scaling"
+        " (Float8CurrentScalingQuantizer)"
+    )
+
+
+@torch.no_grad()
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    """Quantise `tensor` (FP32, BF16 or FP16, any shape) with a per-tensor quantiser of Transformer Engine.
+    """Quantise `tensor` (FP32, BF16 or FP16, any shape) with a TE quantizer.
 
-    Delayed scaling (`Float8Quantizer`): multiplies with the scale as it stands, and takes the larger of the
-    tensor's amax and `quantizer.amax` into `quantizer.amax`. Current scaling (`Float8CurrentScalingQuantizer`): the
-    scale comes from the tensor's own amax, reduced over the quantiser's group if it has one.
-
-    Writes `output` (a Float8Tensor or its storage) or returns a new one; leaves `output` alone where `noop` is 1.
-    Raises NotImplementedError for other quantisers.
+    Writes `output`, a quantised tensor or its storage, or returns a new one with the quantizer's usages, a plain
+    storage if it is `internal`. A `noop` flag of 1 leaves `output` as it is. Raises NotImplementedError for a
+    quantizer without a stand-in.
     """
-    if output is not None and noop is not None and float(noop) == 1.0:
-        return output
-    fp8 = torch_dtype(quantizer.dtype)
-    scale = _scale(tensor, quantizer, fp8)
-    if output is None:
-        return _new(tensor, quantizer, casts.to_fp8(tensor.detach(), scale, fp8), scale)
-    _write(output, tensor, quantizer, scale, fp8)
-    return output
+    skip = noop is not None and noop.numel() > 0 and float(noop) == 1.0
+    return format_of(quantizer).quantize(tensor, quantizer, output, skip)
 
 
-def _scale(tensor: Tensor, quantizer: Any, fp8: torch.dtype) -> Tensor:
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
-
-    if isinstance(quantizer, Float8Quantizer):
-        quantizer.amax.copy_(torch.maximum(quantizer.amax.reshape(()), casts.amax(tensor.detach())))
-        return quantizer.scale
-    if isinstance(quantizer, Float8CurrentScalingQuantizer):
-        amax = casts.amax(tensor.detach())
-        if quantizer.with_amax_reduction:
-            group = quantizer._canonicalized_amax_reduction_group()
-            torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
-        return current_scale(amax, casts.largest(fp8), quantizer.force_pow_2_scales, quantizer.amax_epsilon)
-    raise NotImplementedError(f"quantize with {type(quantizer).__name__} has no CPU stand-in")
-
-
-def current_scale(amax: Tensor, fp8_max: float, force_pow_2: bool, epsilon: float) -> Tensor:
-    """Scale FP32 `[1]` for a tensor whose largest magnitude is `amax` (TE, `common/recipe/recipe_common.cuh`).
-
-    Degenerate: amax below `epsilon` counts as epsilon; 0, infinite or NaN gives 1; so small that the scale
-    overflows gives the FP32 maximum. `force_pow_2` rounds down to a power of two.
-    """
-    amax = amax.reshape(1).clamp(min=epsilon)
-    scale = fp8_max / amax
-    scale = torch.where(torch.isinf(scale), torch.full_like(scale, _FP32_MAX), scale)
-    scale = torch.where(torch.isfinite(amax) & (amax > 0), scale, torch.ones_like(scale))
-    if force_pow_2:
-        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return scale
+def dequantize(input: Any, otype: Any) -> Tensor:
+    """Numbers of a quantised tensor in the high-precision dtype `otype` (a TE `DType`), rounded once."""
+    return format_of(input).dequantize(input, torch_dtype(otype))
 
 
 def create_empty_quantized_tensor(
-    quantizer: Any,
-    shape: list[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    pin_memory: bool = False,  # noqa: ARG001
+    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False
 ) -> Any:
-    """A quantised tensor of nominal `dtype` with undefined bytes and scale, with the usages of `quantizer`."""
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
-
-    if not isinstance(quantizer, Float8Quantizer | Float8CurrentScalingQuantizer):
-        raise NotImplementedError(f"an empty tensor of {type(quantizer).__name__} has no CPU stand-in")
-    data = torch.empty(shape, dtype=torch.uint8, device=device)
-    return _wrap(data, torch.empty(1, device=device), quantizer, dtype)
+    """A quantised tensor of nominal `dtype` with undefined values and the usages of `quantizer`."""
+    del pin_memory
+    return format_of(quantizer).empty(quantizer, shape, dtype, device)
 
 
-def _new(tensor: Tensor, quantizer: Any, data: Tensor, scale: Tensor) -> Any:
-    return _wrap(data, torch.reciprocal(scale).reshape(1), quantizer, tensor.dtype)
+@torch.no_grad()
+def bgrad_quantize(input: Tensor, quantizer: Any) -> list[Any]:
+    """Bias gradient, the FP32 sum of `input` `[..., n]` over its rows in input's dtype, and `input` quantised.
+
+    Without a quantizer the second is `input` itself.
+    """
+    rows = input.reshape(-1, input.shape[-1])
+    bias_grad = rows.sum(dim=0, dtype=torch.float32).to(input.dtype)
+    return [bias_grad, input if quantizer is None else quantize(input, quantizer)]
 
 
-def _wrap(data: Tensor, scale_inv: Tensor, quantizer: Any, dtype: torch.dtype) -> Any:
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
-    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
-
-    parts = {
-        "data": data if quantizer.rowwise_usage else None,
-        "data_transpose": fp8_transpose(data, quantizer.dtype) if quantizer.columnwise_usage else None,
-        "fp8_scale_inv": scale_inv,
-        "fp8_dtype": quantizer.dtype,
-        "quantizer": quantizer,
-    }
-    if quantizer.internal:
-        return Float8TensorStorage(fake_dtype=dtype, **parts)
-    return Float8Tensor(shape=data.shape, dtype=dtype, device=data.device, **parts)
+def multi_tensor_quantize(tensor_list: Sequence[Tensor], quantizer_list: Sequence[Any]) -> list[Any]:
+    """Each tensor quantised with its quantizer."""
+    return [quantize(tensor, quantizer) for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)]
 
 
-def _write(output: Any, tensor: Tensor, quantizer: Any, scale: Tensor, fp8: torch.dtype) -> None:
-    if output._data is not None:
-        casts.to_fp8(tensor.detach(), scale, fp8, out=output._data.view(tensor.shape))
-        data = output._data
-    else:
-        data = casts.to_fp8(tensor.detach(), scale, fp8)
-    if quantizer.columnwise_usage or output._transpose is not None:
-        output._transpose = fp8_transpose(data, quantizer.dtype)
-        output._transpose_invalid = False
-    output._scale_inv.copy_(torch.reciprocal(scale).reshape(output._scale_inv.shape))
-    output._fp8_dtype = type(output._fp8_dtype)(int(quantizer.dtype))
+def split_quantize(
+    tensor: Tensor, split_sections: Sequence[int], quantizer_list: Sequence[Any], disable_bulk_allocation: bool = False
+) -> list[Any]:
+    """`tensor` split along its first axis into sections of the given sizes, each quantised with its quantizer."""
+    # One allocation for all outputs saves kernel launches on a GPU.
+    del disable_bulk_allocation
+    return multi_tensor_quantize(tensor.split(list(split_sections)), quantizer_list)
 
 
-def fp8_transpose(data: Tensor, dtype: Any, out: Tensor | None = None) -> Tensor:  # noqa: ARG001
-    """Columnwise bytes `[last, *rest]` of rowwise bytes `[*rest, last]`: a view, so `out` is not written."""
-    return data.movedim(-1, 0) if data.dim() > 1 else data
+def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
+    """Columnwise bytes `[last, *rest]` of rowwise bytes `[*rest, last]`, as a view.
 
-
-def rowwise_bytes(tensor: Any) -> Tensor:
-    """Bytes of a quantised tensor in their logical order, whichever of the two usages it keeps."""
-    if tensor._data is not None:
-        return tensor._data
-    if tensor._transpose is None or tensor._transpose_invalid:
-        raise RuntimeError("quantised tensor has neither rowwise nor valid columnwise data")
-    return tensor._transpose.movedim(0, -1)
-
-
-def dequantize(tensor: Any, dtype: Any) -> Tensor:
-    """Values of a per-tensor scaled FP8 tensor in a high-precision dtype: `fp8 * scale_inv` in FP32, rounded once."""
-    if not hasattr(tensor, "_fp8_dtype") or not hasattr(tensor, "_transpose"):
-        raise NotImplementedError(f"dequantize of {type(tensor).__name__} has no CPU stand-in")
-    values, factor = casts.unscaled(rowwise_bytes(tensor).contiguous(), torch_dtype(tensor._fp8_dtype))
-    if factor != 1.0:
-        values.mul_(factor)
-    return values.mul_(tensor._scale_inv.reshape(())).to(torch_dtype(dtype))
-
-
-def bgrad_quantize(grad_output: Tensor, quantizer: Any) -> list[Any]:
-    """Bias gradient, the sum of `grad_output` `[..., n]` over all rows in its dtype, and `grad_output` quantised."""
-    rows = grad_output.reshape(-1, grad_output.shape[-1])
-    return [rows.sum(dim=0, dtype=torch.float32).to(grad_output.dtype), quantize(grad_output, quantizer)]
-
-
-def compute_amax(tensor: Tensor, amax: Tensor) -> None:
-    """Write the largest magnitude of `tensor` into `amax` (FP32, one element)."""
-    amax.copy_(casts.amax(tensor).reshape(amax.shape))
+    `out` is the caller's former transpose, and is not written: it may be a view of other bytes.
+    """
+    del dtype, out
+    return float8.columnwise_view(input)

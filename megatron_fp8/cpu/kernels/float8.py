@@ -1,0 +1,115 @@
+"""Per-tensor scaled FP8: quantisation with delayed or current scaling into TE's `Float8Tensor` and its storage.
+
+Columnwise data (`_transpose`, `[last, *rest]`) is a strided view of the rowwise bytes: the GEMM here reads any
+layout, a copy would only cost time and memory, and a view cannot go stale. TE's Python communicates rowwise bytes
+only with these quantisers (`distributed._all_gather_fp8`, the distributed optimizer's shards) and asks for the
+transpose again afterwards. A tensor with columnwise usage alone keeps only the view. Must not know GEMMs or modules.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fp8.cpu.kernels.casts import amax, decode_fp8, encode_fp8
+from megatron_fp8.cpu.kernels.dtypes import FP8_MAX, torch_dtype
+from megatron_fp8.cpu.kernels.scaling import scale_from_amax
+
+
+def quantize_float8(tensor: Tensor, quantizer: Any, output: Any, noop: bool) -> Any:
+    """Quantise `tensor`, FP32, BF16 or FP16 of any shape, into `output` or a new tensor of the quantizer's usages.
+
+    Delayed scaling quantises with the scale that stands and then leaves the larger of the tensor's amax and
+    `quantizer.amax` there; an empty `quantizer.amax` records nothing. Current scaling takes the scale from the
+    tensor's own amax, the maximum over the quantizer's group if it has one. `noop` leaves values and amax alone.
+    """
+    if output is None:
+        output = empty_float8(quantizer, tensor.shape, tensor.dtype)
+    else:
+        _set_usages(output, quantizer)
+    if noop or tensor.numel() == 0:
+        return output
+    scale = _scale(tensor, quantizer)
+    data = rowwise_bytes(output)
+    encode_fp8(tensor.reshape(data.shape), scale, torch_dtype(quantizer.dtype), out=data)
+    output._scale_inv.copy_(torch.reciprocal(scale).reshape(output._scale_inv.shape))
+    return output
+
+
+def empty_float8(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = "cpu") -> Any:
+    """A tensor of nominal `dtype` with undefined bytes; its scale is the quantizer's, or 1 with current scaling."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+    data = torch.empty(tuple(shape), dtype=torch.uint8, device=device)
+    scale = getattr(quantizer, "scale", None)
+    parts = {
+        "data": data if quantizer.rowwise_usage else None,
+        "data_transpose": columnwise_view(data) if quantizer.columnwise_usage else None,
+        "fp8_scale_inv": torch.ones(1, device=device) if scale is None else torch.reciprocal(scale).reshape(1),
+        "fp8_dtype": quantizer.dtype,
+        "quantizer": quantizer,
+    }
+    if quantizer.internal:
+        return Float8TensorStorage(fake_dtype=dtype, **parts)
+    return Float8Tensor(shape=data.shape, dtype=dtype, device=data.device, **parts)
+
+
+def float8_values(storage: Any, columnwise: bool) -> tuple[Tensor, float]:
+    """FP32 values `[*rest, last]` of a tensor and the factor that makes them its numbers.
+
+    One copy serves both usages, so `columnwise` does not matter. Raises RuntimeError where the tensor has no data.
+    """
+    del columnwise
+    values, factor = decode_fp8(rowwise_bytes(storage), torch_dtype(storage._fp8_dtype))
+    return values, factor * float(storage._scale_inv)
+
+
+def dequantize_float8(storage: Any, dtype: torch.dtype) -> Tensor:
+    """`fp8 * scale_inv` in FP32, rounded once to `dtype`."""
+    values, factor = decode_fp8(rowwise_bytes(storage), torch_dtype(storage._fp8_dtype))
+    # Two factors, because their product may overflow where each does not.
+    return values.mul_(factor).mul_(storage._scale_inv.reshape(())).to(dtype)
+
+
+def columnwise_view(data: Tensor) -> Tensor:
+    """`[last, *rest]` as a view of `[*rest, last]`."""
+    return data.movedim(-1, 0) if data.dim() > 1 else data
+
+
+def rowwise_bytes(storage: Any) -> Tensor:
+    """The bytes in logical order, whichever of the two usages the tensor keeps."""
+    if storage._data is not None:
+        return storage._data
+    transpose = storage._transpose
+    if transpose is None or storage._transpose_invalid:
+        raise RuntimeError("FP8 tensor has neither rowwise nor valid columnwise data")
+    return transpose.movedim(0, -1) if transpose.dim() > 1 else transpose
+
+
+def _set_usages(output: Any, quantizer: Any) -> None:
+    """Give `output` the quantizer's dtype and usages over the bytes that it has, as TE's extension does."""
+    if output._data is None:
+        output._transpose_invalid = False
+    data = rowwise_bytes(output)
+    output._data = data if quantizer.rowwise_usage else None
+    output._transpose = columnwise_view(data) if quantizer.columnwise_usage else None
+    output._transpose_invalid = not quantizer.columnwise_usage
+    output._fp8_dtype = quantizer.dtype
+
+
+def _scale(tensor: Tensor, quantizer: Any) -> Tensor:
+    """FP32 scale `[1]` to quantise with; delayed scaling also records the amax."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    if isinstance(quantizer, Float8Quantizer):
+        if quantizer.amax.numel():
+            torch.maximum(quantizer.amax, amax(tensor), out=quantizer.amax)
+        return quantizer.scale
+    peak = amax(tensor).reshape(1)
+    if quantizer.with_amax_reduction:
+        group = quantizer._canonicalized_amax_reduction_group()
+        torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX, group=group)
+    limit = FP8_MAX[torch_dtype(quantizer.dtype)]
+    return scale_from_amax(peak, limit, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
