@@ -79,6 +79,8 @@ def generic_gemm(
     right, left = _operand(A, not transa), _operand(B, transb)
     dtype = _output_dtype(A, D, output_dtype)
     shape = _output_shape(left.matrix, transb, right.matrix, transa, B)
+    if D is not None and (list(D.shape) != shape or D.dtype != dtype):
+        raise ValueError(f"the GEMM's output D is {D.dtype} {list(D.shape)}; its result is {dtype} {shape}")
     bias_grad = left.matrix.sum(dim=0).mul_(left.factor).to(dtype) if grad and bias is not None else None
     in_place = quantizer is None and not gelu and D is not None and D.dtype == torch.float32
     total = D if in_place else torch.empty(shape, dtype=torch.float32)

@@ -1,0 +1,11 @@
+"""What every test runs on: the CPU stand-in, in place before a test module imports Transformer Engine, and one thread.
+
+One thread because the tests' tensors are small and several test processes may share the machine.
+"""
+
+import torch
+
+from megatron_fp8.cpu import install
+
+torch.set_num_threads(1)
+install()

@@ -1,0 +1,258 @@
+"""The stand-in's GEMM against float64, on the numbers that its operands hold; TE's Linear on top of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fp8.cpu import install
+
+install()
+
+import transformer_engine.pytorch as te_pytorch  # noqa: E402
+import transformer_engine_torch as tex  # noqa: E402
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
+from transformer_engine.pytorch import tensor as te  # noqa: E402
+from transformer_engine.pytorch.cpp_extensions import general_gemm  # noqa: E402
+
+M, N, K = 24, 16, 32
+# Shapes of A and B and whether they are transposed, by layout.
+LAYOUTS = {"TN": ((N, K), (M, K)), "NN": ((K, N), (M, K)), "NT": ((K, N), (K, M))}
+RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+KINDS = ["fp32", "bf16", "fp16", "e4m3 delayed", "e5m2 delayed", "e4m3 current"]
+
+
+def operand(kind: str, shape: tuple[int, ...], seed: int, **usages: bool) -> Any:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if " " not in kind:
+        return x.to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind])
+    dtype = tex.DType.kFloat8E4M3 if kind.startswith("e4m3") else tex.DType.kFloat8E5M2
+    if kind.endswith("current"):
+        return tex.quantize(x.bfloat16(), te.Float8CurrentScalingQuantizer(dtype, torch.device("cuda"), **usages))
+    scale = torch.tensor([70.7 + seed])
+    return tex.quantize(x.bfloat16(), te.Float8Quantizer(scale, torch.zeros(1), dtype, **usages))
+
+
+def numbers(value: Any) -> torch.Tensor:
+    """The float64 numbers that an operand stands for, computed apart from the stand-in's casts."""
+    if not isinstance(value, te.Float8TensorStorage):
+        return value.double()
+    data = value._data if value._data is not None else value._transpose.movedim(0, -1)
+    fp8 = torch.float8_e4m3fn if value._fp8_dtype == tex.DType.kFloat8E4M3 else torch.float8_e5m2
+    return data.contiguous().view(fp8).double() * value._scale_inv.double()
+
+
+def product(a: Any, b: Any, layout: str) -> torch.Tensor:
+    left, right = numbers(b), numbers(a)
+    left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
+    return (left.t() if layout[1] == "T" else left) @ (right.t() if layout[0] == "T" else right)
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """One rounding to `dtype` of an FP32 sum: elementwise within it, and the sum's own error of the largest term."""
+    assert actual.dtype == dtype
+    error = (actual.double() - expected).abs()
+    allowed = RELATIVE[dtype] * expected.abs() + 2e-6 * expected.abs().max()
+    assert bool((error <= allowed).all()), error.max()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind_b", KINDS)
+@pytest.mark.parametrize("kind_a", ["bf16", "e4m3 delayed"])
+def test_layouts_and_operand_kinds(kind_a: str, kind_b: str, layout: str) -> None:
+    a, b = (
+        operand(kind, shape, i) for i, (kind, shape) in enumerate(zip((kind_a, kind_b), LAYOUTS[layout], strict=True))
+    )
+    for dtype in RELATIVE:
+        result = general_gemm(a, b, out_dtype=dtype, layout=layout)[0]
+        assert_near(result, product(a, b, layout), dtype)
+
+
+def test_leading_axes_of_the_input_stay() -> None:
+    a, b = operand("bf16", (N, K), 0), operand("e4m3 delayed", (4, 6, K), 1)
+    result = general_gemm(a, b, out_dtype=torch.float32)[0]
+    assert result.shape == (4, 6, N)
+    assert_near(result.reshape(-1, N), product(a, b, "TN"), torch.float32)
+
+
+@pytest.mark.parametrize("usages", [{"rowwise": False}, {"columnwise": False}])
+def test_either_usage_serves_every_layout(usages: dict[str, bool]) -> None:
+    for layout, shapes in LAYOUTS.items():
+        a, b = (operand("e4m3 delayed", shape, i, **usages) for i, shape in enumerate(shapes))
+        assert_near(general_gemm(a, b, out_dtype=torch.float32, layout=layout)[0], product(a, b, layout), torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "e4m3 delayed"])
+def test_weight_gradients_accumulate_into_main_grad(kind: str) -> None:
+    main_grad = torch.full((M, N), 0.25)
+    expected = main_grad.double()
+    for i in range(3):
+        a, b = operand(kind, (K, N), i), operand(kind, (K, M), i + 9)
+        result = general_gemm(a, b, out_dtype=torch.float32, layout="NT", out=main_grad, accumulate=True, grad=True)[0]
+        assert result is main_grad
+        expected = expected + product(a, b, "NT")
+    assert_near(main_grad, expected, torch.float32)
+    general_gemm(a, b, out_dtype=torch.float32, layout="NT", out=main_grad, accumulate=False)
+    assert_near(main_grad, product(a, b, "NT"), torch.float32)
+
+
+def test_accumulation_into_bf16_rounds_the_sum_once() -> None:
+    a, b = operand("bf16", (K, N), 0), operand("bf16", (K, M), 1)
+    out = torch.full((M, N), 3.0, dtype=torch.bfloat16)
+    general_gemm(a, b, out_dtype=torch.bfloat16, layout="NT", out=out, accumulate=True)
+    assert_near(out, product(a, b, "NT") + 3, torch.bfloat16)
+
+
+def test_alpha_and_beta() -> None:
+    a, b, out = operand("bf16", (K, N), 0), operand("bf16", (K, M), 1), torch.full((M, N), 2.0)
+    general_gemm(a, b, out_dtype=torch.float32, layout="NT", out=out, accumulate=True, alpha=0.5, beta=3.0)
+    assert_near(out, product(a, b, "NT") * 0.5 + 6, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "e4m3 delayed"])
+def test_bias_and_its_gradient(kind: str) -> None:
+    a, b, bias = operand(kind, (N, K), 0), operand(kind, (M, K), 1), torch.randn(N).bfloat16()
+    for dtype in (torch.float32, torch.bfloat16):
+        result = general_gemm(a, b, out_dtype=dtype, bias=bias)[0]
+        assert_near(result, product(a, b, "TN") + bias.double(), dtype)
+    x, grad = operand(kind, (K, N), 0), operand(kind, (K, M), 1)
+    out = torch.zeros(M, N)
+    _, bias_grad, _, _ = general_gemm(
+        x, grad, out_dtype=torch.float32, layout="NT", out=out, accumulate=True, grad=True, bias=torch.ones(M)
+    )
+    assert_near(bias_grad, numbers(grad).sum(0), torch.float32)
+    assert_near(out, product(x, grad, "NT"), torch.float32)
+
+
+def test_gelu_and_its_gradient() -> None:
+    a, b, bias = operand("e4m3 delayed", (N, K), 0), operand("e4m3 delayed", (M, K), 1), torch.randn(N).bfloat16()
+    out, _, before, _ = general_gemm(a, b, out_dtype=torch.bfloat16, bias=bias, gelu=True)
+    expected = product(a, b, "TN") + bias.double()
+    assert_near(before, expected, torch.bfloat16)
+    assert_near(out, torch.nn.functional.gelu(expected, approximate="tanh"), torch.bfloat16)
+    weight, grad = operand("bf16", (K, N), 2), operand("bf16", (M, K), 3)
+    dgrad = general_gemm(weight, grad, out_dtype=torch.float32, layout="NN", gelu=True, gelu_in=before, grad=True)[0]
+    x = before.double().requires_grad_()
+    torch.nn.functional.gelu(x, approximate="tanh").backward(product(weight, grad, "NN"))
+    assert_near(dgrad, x.grad, torch.float32)
+
+
+def test_delayed_scaling_quantises_the_accumulators_of_fp8_operands() -> None:
+    a, b = operand("e4m3 delayed", (N, K), 0), operand("e4m3 delayed", (M, K), 1)
+    quantizer = te.Float8Quantizer(torch.tensor([10.0]), torch.zeros(1), tex.DType.kFloat8E4M3)
+    accumulators = general_gemm(a, b, out_dtype=torch.float32)[0]
+    result = general_gemm(a, b, out_dtype=torch.bfloat16, quantization_params=quantizer)[0]
+    assert (type(result), result.dtype) == (te.Float8Tensor, torch.bfloat16)
+    assert quantizer.amax.item() == accumulators.abs().max().item()
+    assert torch.equal(result._data, tex.quantize(accumulators, quantizer)._data)
+
+
+def test_other_quantizers_see_the_rounded_result() -> None:
+    a, b = operand("e4m3 current", (N, K), 0), operand("e4m3 current", (M, K), 1)
+    quantizer = te.Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, torch.device("cuda"))
+    rounded = general_gemm(a, b, out_dtype=torch.bfloat16)[0]
+    result = general_gemm(a, b, out_dtype=torch.bfloat16, quantization_params=quantizer)[0]
+    assert torch.equal(result._data, tex.quantize(rounded, quantizer)._data)
+
+
+def test_empty_operands() -> None:
+    none = torch.empty(0, K, dtype=torch.bfloat16)
+    assert general_gemm(operand("bf16", (N, K), 0), none, out_dtype=torch.bfloat16)[0].shape == (0, N)
+    out = torch.full((M, N), 2.0)
+    for accumulate, expected in ((True, 2.0), (False, 0.0)):
+        general_gemm(
+            torch.empty(0, N), torch.empty(0, M), out_dtype=torch.float32, layout="NT", out=out, accumulate=accumulate
+        )
+        assert out.unique().tolist() == [expected]
+
+
+def test_nan_and_infinity_come_through() -> None:
+    a, b = torch.eye(16), torch.ones(8, 16)
+    b[3, 5] = float("nan")
+    quantized = tex.quantize(b, te.Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType.kFloat8E4M3))
+    result = general_gemm(a, quantized, out_dtype=torch.float32)[0]
+    assert result.isnan().any(dim=1).nonzero().tolist() == [[3]]
+
+
+def test_autocast_does_not_reach_into_the_gemm() -> None:
+    a, b = operand("fp32", (N, K), 0), operand("fp32", (M, K), 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_near(general_gemm(a, b, out_dtype=torch.float32)[0], product(a, b, "TN"), torch.float32)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match=r"32 elements of A \(16, 32\).*48 of B \(24, 48\)"):
+        general_gemm(operand("bf16", (N, K), 0), operand("bf16", (M, 48), 1), out_dtype=torch.float32)
+
+
+def test_overlapped_communication_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="Userbuffers"):
+        tex.generic_gemm(
+            *(torch.ones(16, 16), True, torch.ones(16, 16), False, None, None, tex.DType.kFloat32, None),
+            *(tex.DType.kBFloat16, False, None, False, torch.empty(1), 1, False, False),
+            comm_overlap=object(),
+            comm_type=tex.CommOverlapType.AG,
+        )
+
+
+def linear(recipe: Any, **options: Any) -> Any:
+    torch.manual_seed(3)
+    module = te_pytorch.Linear(K, N, params_dtype=torch.bfloat16, device="cuda", **options)
+    module.recipe = recipe
+    return module
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_linear_computes_with_the_quantised_numbers(name: str, fused: bool) -> None:
+    """Output and gradients of te.Linear against float64 on operands quantised apart from TE."""
+    recipe = DelayedScaling(amax_history_len=4) if name == "delayed" else Float8CurrentScaling()
+    module = linear(recipe, fuse_wgrad_accumulation=fused)
+    x = torch.randn(M, K).bfloat16().requires_grad_()
+    grad = torch.randn(M, N).bfloat16()
+    if fused:
+        module.weight.main_grad = torch.full((N, K), 0.5)
+    with te_pytorch.fp8_autocast(enabled=True, fp8_recipe=recipe):
+        y = module(x)
+    y.backward(grad)
+
+    def quantised(value: torch.Tensor, fp8: torch.dtype) -> torch.Tensor:
+        limit = torch.finfo(fp8).max
+        value = value.detach().float()
+        # Delayed scaling starts at scale 1.
+        scale = torch.ones(()) if name == "delayed" else limit / value.abs().max()
+        return (value * scale).clamp(-limit, limit).to(fp8).double() * scale.reciprocal().double()
+
+    weight, bias = quantised(module.weight, torch.float8_e4m3fn), module.bias.detach().double()
+    inputs, grads = quantised(x, torch.float8_e4m3fn), quantised(grad, torch.float8_e5m2)
+    assert_near(y.detach(), inputs @ weight.t() + bias, torch.bfloat16)
+    assert_near(x.grad, grads @ weight, torch.bfloat16)
+    if fused:
+        assert_near(module.weight.main_grad, grads.t() @ inputs + 0.5, torch.float32)
+    else:
+        assert_near(module.weight.grad, grads.t() @ inputs, torch.bfloat16)
+    assert_near(module.bias.grad, grad.double().sum(0), torch.bfloat16)
+
+
+def test_cached_weights_follow_the_optimizer_step() -> None:
+    """The FP8 weight is quantised in the first micro-batch of a step, kept in the others, and never stale."""
+    module = linear(DelayedScaling(amax_history_len=1), bias=False)
+    x = torch.randn(M, K).bfloat16()
+    outputs = []
+    for step in range(2):
+        for micro_batch in range(2):
+            with te_pytorch.fp8_autocast(enabled=True, fp8_recipe=module.recipe):
+                inputs = x.clone().requires_grad_()
+                y = module(inputs, is_first_microbatch=micro_batch == 0)
+            y.sum().backward()
+            weight = module.weight.detach().float().to(torch.float8_e4m3fn).double()
+            if step == 0:
+                outputs.append(y.detach())
+                expected = torch.ones(M, N).double() @ weight
+                assert_near(inputs.grad, expected, torch.bfloat16)
+        with torch.no_grad():
+            module.weight.mul_(-1)
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.nn.functional.cosine_similarity(y.flatten().float(), outputs[0].flatten().float(), dim=0) < -0.99
