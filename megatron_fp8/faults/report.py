@@ -6,12 +6,17 @@ the file that the launcher reads. Must not know what was running.
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
+import torch.distributed
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_fp8.faults.exit_codes import ExitCode
+
+# The launcher sees a failed rank within tenths of a second and ends the others of its machine.
+SECONDS_FOR_THE_CAUSE = 10.0
 
 
 def run_reporting(job: Callable[[], object], rank: int) -> None:
@@ -20,9 +25,29 @@ def run_reporting(job: Callable[[], object], rank: int) -> None:
     Ends without Python's shutdown, which can wait for ever for collectives that other ranks no longer answer.
     """
     try:
-        record(job)()
+        record(lambda: _cause_first(job))()
     except Exception:  # noqa: BLE001 - whatever it is, it is printed whole
         lines = traceback.format_exc()
         print(f"rank {rank} failed:\n{lines}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(ExitCode.FAILED)
+
+
+def _cause_first(job: Callable[[], object]) -> None:
+    """Run `job`; raise what comes of another rank's end only after that rank has had time to report its own error.
+
+    The launcher takes the error with the earliest time, in whole seconds, for the cause; a connection that a failing
+    rank closed is noticed within the same second.
+    """
+    try:
+        job()
+    except Exception as error:
+        if is_consequence(error):
+            time.sleep(SECONDS_FOR_THE_CAUSE)
+        raise
+
+
+def is_consequence(error: Exception) -> bool:
+    """Whether `error` says that another rank does not answer any more, rather than that this one failed."""
+    # gloo has no exception class of its own; its messages begin with the source file.
+    return isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error)

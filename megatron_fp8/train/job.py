@@ -54,7 +54,6 @@ def run_job(config: Config, vocab_size: int, started: float) -> JobSummary:
     )
     layout = derive_layout(config, torch.distributed.get_world_size(), vocab_size)
     with ExitStack() as stack:
-        stack.callback(torch.distributed.destroy_process_group)
         run_directory, recorder = _open_run(config)
         stack.callback(recorder.close)
         if config.data.tokenizer_model is None:
@@ -63,6 +62,8 @@ def run_job(config: Config, vocab_size: int, started: float) -> JobSummary:
         datasets = build_datasets(config, Tokenizer.load(config.data.tokenizer_model), reads_data=parts.reads_data)
         recorder.write("start", _description(config, layout, device, run_directory))
         losses = train(parts, datasets, started)
+    # Not after an exception: other ranks may still be in a collective, for which this would wait.
+    torch.distributed.destroy_process_group()
     return JobSummary(run_directory, losses.first, losses.last, time.monotonic() - started)
 
 
