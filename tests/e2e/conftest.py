@@ -13,6 +13,7 @@ from megatron_fp8.data.corpus import Document
 
 VOCAB_SIZE = 300
 TRAIN_ITERS = 6
+SENTENCE = "the rank of this tensor is a scale that every step of training keeps in its history"
 CONFIG = """\
 run:
   name: tiny
@@ -65,7 +66,7 @@ class Tiny:
 
 def documents() -> list[Document]:
     """Sentences of a few words: enough to learn something in a few steps."""
-    words = "the rank of this tensor is a scale that every step of training keeps in its history".split()
+    words = SENTENCE.split()
     generator = random.Random(0)
     return [Document(f"document{number}", " ".join(generator.choices(words, k=120)) + "\n") for number in range(60)]
 

@@ -20,12 +20,12 @@ _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "LOCAL_", "ROLE_", "MASTER_")
 
 @dataclass(frozen=True)
 class Ended:
-    """A program that ended: exit code, what it wrote, wall and CPU seconds (its children's included)."""
+    """A program that ended: exit code, what it wrote, when (seconds since the epoch), CPU seconds with children's."""
 
     code: int
     stdout: str
     stderr: str
-    seconds: float
+    ended_at: float
     cpu_seconds: float
 
     @property
@@ -61,7 +61,6 @@ def run(
     Past `timeout_seconds` the program and all its children are killed, and the test fails with what they wrote.
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    started = time.monotonic()
     process = subprocess.Popen(
         [str(part) for part in command],
         cwd=cwd,
@@ -80,7 +79,7 @@ def run(
         raise AssertionError(f"not ended after {timeout_seconds} s\n{stdout}\n{stderr}") from None
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Ended(process.returncode, stdout, stderr, time.monotonic() - started, cpu_seconds)
+    return Ended(process.returncode, stdout, stderr, time.time(), cpu_seconds)
 
 
 def pretrain(*arguments: str | Path, cwd: Path, environment: Mapping[str, str] | None = None) -> Ended:
