@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 
 from megatron_fp8.cpu import install
 
@@ -18,6 +16,8 @@ install()
 
 import transformer_engine_torch as tex  # noqa: E402
 from transformer_engine.pytorch import tensor as te  # noqa: E402
+
+from tests.ranks import run_on_ranks  # noqa: E402
 
 E4M3, E5M2 = tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
@@ -208,7 +208,6 @@ def test_empty_tensors_have_the_quantizers_usages() -> None:
 def test_saved_bytes_that_are_overwritten_before_backward_are_an_error() -> None:
     """A weight cache refreshed between forward and backward would give silently wrong gradients on a GPU."""
     weight = tex.quantize(sample(16, 16), delayed())
-    saved = torch.autograd.graph.save_on_cpu  # noqa: F841  (the plain hook-less path is the one that checks)
     x = torch.ones(16, 16, requires_grad=True)
 
     class Use(torch.autograd.Function):
@@ -227,17 +226,14 @@ def test_saved_bytes_that_are_overwritten_before_backward_are_an_error() -> None
         y.sum().backward()
 
 
-def _quantize_on_a_rank(rank: int, rendezvous: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    group = torch.distributed.group.WORLD
+def _scale_inv_of_a_rank() -> float:
+    group, peak = torch.distributed.group.WORLD, 1.0 + 2.5 * torch.distributed.get_rank()
     quantizer = current(with_amax_reduction=True, amax_reduction_group=group)
-    result = tex.quantize(torch.tensor([1.0 + 2.5 * rank, 0.5]), quantizer)
-    assert result._scale_inv.item() == 1 / 128
-    torch.distributed.destroy_process_group()
+    return tex.quantize(torch.tensor([peak, 0.5]), quantizer)._scale_inv.item()
 
 
-def test_current_scaling_reduces_the_amax_over_its_group(tmp_path: Path) -> None:
-    multiprocessing.spawn(_quantize_on_a_rank, args=(str(tmp_path / "rendezvous"),), nprocs=2)
+def test_current_scaling_reduces_the_amax_over_its_group() -> None:
+    assert run_on_ranks(2, _scale_inv_of_a_rank) == [1 / 128, 1 / 128]
 
 
 def test_other_quantizers_are_named() -> None:
