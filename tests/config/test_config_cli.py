@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -167,7 +166,6 @@ def test_one_rank_speaks_and_all_end(path: Path, tmp_path: Path, capfd: pytest.C
 
 PROGRAM = """
 import sys, time
-start = time.perf_counter()
 from megatron_fp8.config.cli import parse_command_line
 from megatron_fp8.config.load import process_environment
 from megatron_fp8.config.check import DataReport
@@ -179,7 +177,7 @@ try:
     parse_command_line(sys.argv[2:], process_environment(), check_data)
 finally:
     heavy = {"torch", "transformer_engine", "megatron", "transformer_engine_torch"} & set(sys.modules)
-    print("HEAVY", sorted(heavy), "SECONDS", time.perf_counter() - start)
+    print("HEAVY", sorted(heavy), "SECONDS", time.process_time())
 """
 
 
@@ -209,14 +207,10 @@ def test_nothing_heavy_is_imported(path: Path, data: str, arguments: list[str]) 
 
 
 def test_check_answers_in_a_second(path: Path) -> None:
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        result = run_program(path.parent, "real", path, "--check", "--world-size", "7", "model.ffn_hidden_size=1001")
-        seconds.append(time.perf_counter() - start)
-        assert result.returncode == 2
-    # The fastest of three: other work on the machine is not this program's time.
-    assert min(seconds) < 1.0
+    result = run_program(path.parent, "real", path, "--check", "--world-size", "7", "model.ffn_hidden_size=1001")
+    assert result.returncode == 2
+    # The process's own time, its start included: other work on the machine does not count.
+    assert float(result.stdout.split()[-1]) < 1.0
 
 
 def test_torchrun_shows_the_message_once(path: Path, tmp_path: Path) -> None:
