@@ -27,6 +27,7 @@ KERNEL_THEMES = (
     "softmax",
     "rope",
     "dropout",
+    "adam",
     "multi_tensor",
     "permute",
 )

@@ -53,7 +53,13 @@ def install(force: bool = False) -> bool:
     _set_environment()
     _patch_torch()
     sys.modules[_EXTENSION] = extension
-    patch_after_import({"transformer_engine.common": _find_stand_in, **MEGATRON_PATCHES})
+    patch_after_import(
+        {
+            "transformer_engine.common": _find_stand_in,
+            "transformer_engine.pytorch.attention.dot_product_attention.backends": _patch_attention,
+            **MEGATRON_PATCHES,
+        }
+    )
     return True
 
 
@@ -96,6 +102,12 @@ def _extension() -> ModuleType:
     extension = build_extension()
     setattr(extension, _MARK, True)
     return extension
+
+
+def _patch_attention(backends: ModuleType) -> None:
+    from megatron_fp8.cpu.attention_backend import patch_unfused_attention
+
+    patch_unfused_attention(backends)
 
 
 def _find_stand_in(common: ModuleType) -> None:
