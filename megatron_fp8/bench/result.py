@@ -1,0 +1,117 @@
+"""Owns what a benchmark run found, as plain data: samples, their medians, ratios taken round by round.
+
+A ratio is taken within each round, where both subjects met the same machine, and the median of these is reported.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_fp8.bench.plan import Comparison, Subject
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured step of a subject over all its ranks.
+
+    `seconds`: of the slowest rank. `loss`: nats per token before the step. `cpu_seconds`: of all ranks and threads.
+    `other_cpus`: CPUs that were busy meanwhile with anything else, on average.
+    """
+
+    seconds: float
+    num_tokens: int
+    loss: float | None
+    cpu_seconds: float
+    other_cpus: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens over the wall time."""
+        return self.num_tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One kind of operation in one step: seconds without what it calls, over all its calls."""
+
+    name: str
+    seconds: float
+    num_calls: int
+
+
+@dataclass
+class SubjectResult:
+    """All that was measured of one subject.
+
+    `start_seconds`: processes started until the model stood. `first_step_seconds`: of the step before the rounds.
+    `rounds`: one sample for each round. `is_short`: too slow for a whole step, so `rounds` is one small piece.
+    `peak_memory_bytes`: of the rank that held most. `num_parameters`: of the whole model. `costs`: of one profiled
+    step, largest first; empty without a profile.
+    """
+
+    subject: Subject
+    start_seconds: float
+    num_parameters: int | None
+    first_step_seconds: float = 0.0
+    first_loss: float | None = None
+    rounds: list[Sample] = field(default_factory=list)
+    is_short: bool = False
+    peak_memory_bytes: int = 0
+    costs: list[Cost] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median over the rounds."""
+        return statistics.median(sample.tokens_per_second for sample in self.rounds)
+
+    @property
+    def other_cpus(self) -> float:
+        """Median over the rounds."""
+        return statistics.median(sample.other_cpus for sample in self.rounds)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Tokens per second of one subject over another's: the median of the rounds' ratios, and their range."""
+
+    comparison: Comparison
+    median: float
+    lowest: float
+    highest: float
+
+    @property
+    def is_reached(self) -> bool | None:
+        """Whether the target is; None without one."""
+        return None if self.comparison.target is None else self.median >= self.comparison.target
+
+
+def ratio(comparison: Comparison, results: Sequence[SubjectResult]) -> Ratio:
+    """The comparison's ratio. Against a subject that was measured only in short, its one sample stands for all."""
+    by_name = {result.subject.name: result for result in results}
+    faster, slower = by_name[comparison.faster], by_name[comparison.slower]
+    num_rounds = max(len(faster.rounds), len(slower.rounds))
+    speeds = [_speeds(result, num_rounds) for result in (faster, slower)]
+    ratios = [ours / theirs for ours, theirs in zip(*speeds, strict=True)]
+    return Ratio(comparison, statistics.median(ratios), min(ratios), max(ratios))
+
+
+def _speeds(result: SubjectResult, num_rounds: int) -> list[float]:
+    speeds = [sample.tokens_per_second for sample in result.rounds]
+    return speeds * num_rounds if result.is_short else speeds
+
+
+def ceiling(results: Sequence[SubjectResult], precision: str) -> float | None:
+    """Tokens per second if a step were its GEMMs only, at the best rate that this machine has for them.
+
+    BF16 and FP8 products are exact in FP32, so the faster of the two rates counts there. None if not measured.
+    """
+    usable = ("fp32",) if precision == "fp32" else ("fp32", "bf16")
+    rates = [
+        result.tokens_per_second
+        for result in results
+        if result.subject.implementation == "gemm" and result.subject.precision in usable
+    ]
+    return max(rates, default=None)
