@@ -157,6 +157,35 @@ def test_other_quantizers_see_the_rounded_result() -> None:
     assert torch.equal(result._data, tex.quantize(rounded, quantizer)._data)
 
 
+def test_delayed_scaling_of_other_operands_sees_the_rounded_result() -> None:
+    a, b = operand("bf16", (N, K), 0), operand("bf16", (M, K), 1)
+    quantizer = te.Float8Quantizer(torch.tensor([10.0]), torch.zeros(1), tex.DType.kFloat8E4M3)
+    result = general_gemm(a, b, out_dtype=torch.bfloat16, quantization_params=quantizer)[0]
+    assert quantizer.amax.item() == general_gemm(a, b, out_dtype=torch.bfloat16)[0].abs().max().item()
+    assert quantizer.amax.item() != general_gemm(a, b, out_dtype=torch.float32)[0].abs().max().item()
+    assert torch.equal(result._data, tex.quantize(general_gemm(a, b, out_dtype=torch.bfloat16)[0], quantizer)._data)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_columnwise_bytes_of_their_own_are_read(layout: str) -> None:
+    """As a collective or a copy leaves them, not as a view of rowwise bytes."""
+    a, b = (operand("e4m3 delayed", shape, i, rowwise=False) for i, shape in enumerate(LAYOUTS[layout]))
+    for x in (a, b):
+        x._transpose = x._transpose.contiguous()
+    assert_near(general_gemm(a, b, out_dtype=torch.float32, layout=layout)[0], product(a, b, layout), torch.float32)
+
+
+def test_an_output_of_another_shape_or_dtype_is_refused() -> None:
+    a, b = operand("bf16", (K, N), 0), operand("bf16", (K, M), 1)
+    for out, dtype in [
+        (torch.zeros(N, M), torch.float32),
+        (torch.zeros(M * N), torch.float32),
+        (torch.zeros(M, N), torch.bfloat16),
+    ]:
+        with pytest.raises(ValueError, match="output D"):
+            general_gemm(a, b, layout="NT", out=out, out_dtype=dtype)
+
+
 def test_empty_operands() -> None:
     none = torch.empty(0, K, dtype=torch.bfloat16)
     assert general_gemm(operand("bf16", (N, K), 0), none, out_dtype=torch.bfloat16)[0].shape == (0, N)
