@@ -31,9 +31,7 @@ def gloo_backend(backend: Any) -> Any:
 
 def _as_bytes(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return (
-            value.view(torch.uint8) if value.dtype.is_floating_point and value.element_size() == 1 else value
-        )
+        return value.view(torch.uint8) if value.dtype.is_floating_point and value.element_size() == 1 else value
     if isinstance(value, list):
         return [_as_bytes(item) for item in value]
     return value

@@ -132,9 +132,7 @@ def _missing(name: str) -> Callable[..., NoReturn]:
 
 def _missing_class(name: str) -> type:
     # A class, because programs subclass it and ask isinstance.
-    return type(
-        name.rpartition(".")[2], (), {"__init__": _missing(name), "__doc__": "Not in the CPU stand-in."}
-    )
+    return type(name.rpartition(".")[2], (), {"__init__": _missing(name), "__doc__": "Not in the CPU stand-in."})
 
 
 @contextlib.contextmanager
@@ -218,12 +216,7 @@ def patch_cuda() -> None:
         setattr(torch.cuda, name, replacement)
     for name in torch.cuda.__all__:
         original = getattr(torch.cuda, name, None)
-        if (
-            name in table
-            or name in _KEPT_NAMES.split()
-            or isinstance(original, ModuleType)
-            or not callable(original)
-        ):
+        if name in table or name in _KEPT_NAMES.split() or isinstance(original, ModuleType) or not callable(original):
             continue
         if name.endswith(("Tensor", "Storage")):
             continue

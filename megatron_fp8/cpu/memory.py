@@ -54,10 +54,7 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
     """One line for a log."""
-    return (
-        f"CPU stand-in: {memory_allocated() / 2**20:.0f} MiB resident, peak "
-        f"{max_memory_allocated() / 2**20:.0f} MiB"
-    )
+    return f"CPU stand-in: {memory_allocated() / 2**20:.0f} MiB resident, peak {max_memory_allocated() / 2**20:.0f} MiB"
 
 
 FUNCTIONS = {

@@ -12,7 +12,10 @@ Mixing the two in one operation, an error on a GPU, is let pass.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -166,6 +169,23 @@ def _patch_questions() -> None:
         setattr(torch.accelerator, name, function)
 
 
+def _unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel runs on the GPU: what it makes on the way and returns is the GPU's."""
+
+    @functools.wraps(kernel)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return kernel(*args, **kwargs)
+
+    return call
+
+
+def _patch_kernels(extension: ModuleType) -> None:
+    for name, kernel in list(vars(extension).items()):
+        if isinstance(kernel, FunctionType) and not name.startswith("_"):
+            setattr(extension, name, _unseen(kernel))
+
+
 def activate() -> None:
     """Switch the whole process to host-and-GPU answers, for good. Needs `install()`.
 
@@ -177,4 +197,5 @@ def activate() -> None:
     _patch_properties(mode)
     _patch_makers(mode)
     _patch_questions()
+    _patch_kernels(sys.modules["transformer_engine_torch"])
     mode.__enter__()

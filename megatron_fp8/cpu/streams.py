@@ -23,9 +23,7 @@ class Stream:
     """`torch.cuda.Stream`: an identity; all its work is already done."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        index = (
-            device if isinstance(device, int) else torch.device("cuda" if device is None else device).index
-        )
+        index = device if isinstance(device, int) else torch.device("cuda" if device is None else device).index
         self.device_index = index or 0
         self.device_type = 1
         self.priority = priority
@@ -62,9 +60,7 @@ class Stream:
 
     @property
     def _as_parameter_(self) -> Any:
-        raise NotImplementedError(
-            "torch.cuda.Stream as a pointer for foreign code: the CPU stand-in has none"
-        )
+        raise NotImplementedError("torch.cuda.Stream as a pointer for foreign code: the CPU stand-in has none")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and hash(other) == hash(self)

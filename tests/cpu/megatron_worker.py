@@ -26,10 +26,11 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 
 VOCAB, SEQUENCE, BATCH, STEPS = 64, 16, 4, 3
 
@@ -60,7 +61,7 @@ def build(layout: dict[str, Any], dtype: torch.dtype) -> list[DistributedDataPar
         stage = {"vp_stage": chunk if layout["vpp"] else None}
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            get_gpt_layer_with_transformer_engine_spec(),
             VOCAB,
             SEQUENCE,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
@@ -69,12 +70,13 @@ def build(layout: dict[str, Any], dtype: torch.dtype) -> list[DistributedDataPar
             **stage,
         ).cuda(torch.cuda.current_device())
         initialise(model)
+        wrapped = Float16Module(config, model) if config.bf16 else model
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=layout["distributed_optimizer"],
             overlap_grad_reduce=layout["overlap"],
             grad_reduce_in_fp32=True,
         )
-        chunks.append(DistributedDataParallel(config, ddp, model, disable_bucketing=chunk > 0))
+        chunks.append(DistributedDataParallel(config, ddp, wrapped, disable_bucketing=chunk > 0))
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
     return chunks
@@ -118,7 +120,8 @@ def forward_step(data: Any, model: Any) -> Any:
 
     def loss(output: torch.Tensor, non_loss_data: bool = False) -> Any:
         mean = output.float().mean()
-        return mean, {"loss": mean.detach()}
+        # The schedule divides the first in place.
+        return mean, {"loss": mean.detach().clone()}
 
     return output, partial(loss)
 

@@ -61,16 +61,22 @@ def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
 def test_bf16_and_fp8_follow_fp32(variant: str) -> None:
     exact = run(layer(torch.float32, **VARIANTS[variant]), inputs(torch.float32))
     for dtype, recipe, tolerance in [
-        (torch.bfloat16, None, 0.02),
-        (torch.float32, "delayed", 0.15),
-        (torch.bfloat16, "delayed", 0.15),
-        (torch.bfloat16, "current", 0.15),
+        (torch.bfloat16, None, 0.01),
+        (torch.float32, "delayed", 0.13),
+        (torch.bfloat16, "delayed", 0.13),
+        (torch.bfloat16, "current", 0.13),
     ]:
         module = layer(dtype, **VARIANTS[variant])
+        if recipe == "delayed":
+            # The first step only finds the scales.
+            run(module, inputs(dtype), RECIPES[recipe]())
+            module.zero_grad()
         results = run(module, inputs(dtype), RECIPES[recipe]() if recipe else None)
         assert results["output"].dtype == dtype
         for name, value in results.items():
             assert value is not None, name
+            if "key_bias" in name:
+                continue  # Its gradient is zero: softmax does not see a shift of all scores.
             error = relative(value, exact[name])
             assert error < tolerance, (dtype, recipe, name, error)
             assert error > 0, (dtype, recipe, name)
