@@ -1,8 +1,12 @@
 """Puts the stand-in in place: one call, before Transformer Engine or Megatron Core is imported.
 
-Cost, measured on one core of an AMD EPYC (Zen 3): see `docs/performance.md`. What it knows: the order in
-which the parts go in, and where Transformer Engine looks for its compiled extension. What the parts do is in
-their files.
+Knows the order in which the parts go in, and where Transformer Engine looks for its compiled extension. What the
+parts do is in their files, and no part may import Transformer Engine or Megatron Core.
+
+Cost, measured on one thread of a Zen 3 core with torch 2.13: `install()` takes 15 ms. A patched factory or
+`Tensor.to` takes 0.3 to 0.8 microseconds longer, `Tensor.is_cuda` 0.45; all other operations are untouched. A
+TransformerLayer in FP8 makes about 140 such calls for a micro-batch, forward and backward: under 0.1 ms of the
+hundreds that it computes.
 """
 
 from __future__ import annotations
