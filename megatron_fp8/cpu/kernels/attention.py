@@ -1,59 +1,95 @@
-"""Fused attention of `transformer_engine_torch`, through torch's fused CPU attention: no `[s, s]` score tensor.
+"""Fused attention of `transformer_engine_torch`: forward, backward, and which configurations it takes.
 
-Arithmetic is FP32 and results are rounded once: on CPUs without BF16 arithmetic torch's attention is several times
-faster in FP32. Dropout, which torch's kernel lacks, is in `attention_dropout.py`. Must not know modules.
-
-Supported: query, key and value as `[s, b, h, d]` or `[b, s, h, d]` (any strides, so the packed layouts too), fewer
-key/value heads than query heads, no mask or a causal one. For everything else `get_fused_attn_backend` says no, with
-the reason, and Transformer Engine takes its unfused path.
+Owns TE's argument lists and the saved tensors between the passes. Arithmetic is FP32 and results are rounded
+once; no pass makes a tensor of queries by keys. The work itself is in `attention_dense`; layouts are in
+`attention_layout`. Must not know modules.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_fp8.cpu.enums import (
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
     NVTE_Mask_Type,
-    NVTE_QKV_Format,
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
-from megatron_fp8.cpu.kernels.attention_dropout import dropout_attention, dropout_attention_backward
+from megatron_fp8.cpu.kernels import attention_dense
+from megatron_fp8.cpu.kernels.attention_blocks import ScoreRules
+from megatron_fp8.cpu.kernels.attention_layout import (
+    QkvLayout,
+    Segment,
+    empty_gradients,
+    format_name,
+    heads_first,
+    segments,
+    shape_like,
+)
+from megatron_fp8.cpu.kernels.attention_mask import AttentionMask
+from megatron_fp8.cpu.kernels.dtypes import torch_dtype
 
 __all__ = ["fused_attn_bwd", "fused_attn_fwd", "get_fused_attn_backend"]
 
-_HIGH_PRECISION = (4, 5, 6)  # FP32, FP16, BF16
-_CAUSAL = (NVTE_Mask_Type.NVTE_CAUSAL_MASK, NVTE_Mask_Type.NVTE_CAUSAL_BOTTOM_RIGHT_MASK)
-
 
 def get_fused_attn_backend(params: Any) -> tuple[NVTE_Fused_Attn_Backend, str]:
-    """Whether `fused_attn_fwd` can do what `FusedAttentionParams` describe: the backend, or none and why."""
-    reasons = [
-        (int(params.qkv_dtype) not in _HIGH_PRECISION, "FP8 attention"),
-        (_format_of(params.qkv_layout) is None, f"layout {params.qkv_layout!r}"),
-        (params.attn_mask_type not in (NVTE_Mask_Type.NVTE_NO_MASK, *_CAUSAL), f"mask {params.attn_mask_type!r}"),
-        (
-            params.attn_mask_type == NVTE_Mask_Type.NVTE_CAUSAL_BOTTOM_RIGHT_MASK
-            and params.max_seqlen_q != params.max_seqlen_kv,
-            "a bottom-right causal mask with unequal lengths",
-        ),
-        (params.bias_type != NVTE_Bias_Type.NVTE_NO_BIAS, f"bias {params.bias_type!r}"),
-        (params.softmax_type != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX, f"softmax {params.softmax_type!r}"),
-        (params.window_size_left != -1 or params.window_size_right not in (-1, 0), "sliding-window attention"),
-        (params.return_max_logit, "return_max_logit"),
-    ]
-    for refused, reason in reasons:
-        if refused:
-            return NVTE_Fused_Attn_Backend.NVTE_No_Backend, f"the CPU stand-in has no fused {reason}"
+    """The sub-backend for TE's `FusedAttentionParams`, and why there is none.
+
+    FP32, BF16 and FP16 with any mask, window, dropout, grouped or multi-query heads and every layout except
+    paged KV caches are taken. TE runs its unfused path for what is refused: FP8 attention, biases, softmax
+    with an offset, and the maximum logit.
+    """
+    layout = NVTE_QKV_Layout(int(params.qkv_layout)).name
+    dtype = torch_dtype(params.qkv_dtype)
+    refusals = {
+        f"qkv dtype {dtype}": dtype not in (torch.float32, torch.bfloat16, torch.float16),
+        f"bias type {params.bias_type!r}": int(params.bias_type) != NVTE_Bias_Type.NVTE_NO_BIAS,
+        f"softmax type {params.softmax_type!r}": (int(params.softmax_type) != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX),
+        f"qkv layout {layout}": "Paged" in layout,
+        "return_max_logit": bool(params.return_max_logit),
+    }
+    reasons = [reason for reason, refused in refusals.items() if refused]
+    if reasons:
+        return NVTE_Fused_Attn_Backend.NVTE_No_Backend, f"no CPU stand-in for {', '.join(reasons)}"
     return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
 
 
+def _require_supported(bias_type: Any, softmax_type: Any, options: dict[str, bool]) -> None:
+    refused = [name for name, used in options.items() if used]
+    if int(bias_type) != NVTE_Bias_Type.NVTE_NO_BIAS:
+        refused.append(NVTE_Bias_Type(int(bias_type)).name)
+    if int(softmax_type) != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX:
+        refused.append(NVTE_Softmax_Type(int(softmax_type)).name)
+    if refused:
+        raise NotImplementedError(f"fused attention with {', '.join(refused)} has no CPU stand-in")
+
+
+def _mask(mask_type: Any, window: Sequence[int] | None, bottom_right: bool) -> tuple[AttentionMask, bool]:
+    """The mask, and whether sequences are padded."""
+    name = NVTE_Mask_Type(int(mask_type)).name
+    bounds = (-1, -1) if window is None else (int(window[0]), int(window[1]))
+    return AttentionMask.from_te("CAUSAL" in name, bounds, bottom_right), "PADDING" in name
+
+
+def _draw_rng_state(dropout: float, generator: torch.Generator | None) -> torch.Tensor:
+    """`[seed, offset]` int64, of which dropout masks are made; the generator advances only with dropout."""
+    state = torch.zeros(2, dtype=torch.int64)
+    if dropout > 0.0:
+        state[0] = torch.randint(2**62, (), generator=generator)
+    return state
+
+
+def _segment_rules(rules: ScoreRules, index: int) -> ScoreRules:
+    """Dropout masks of their own for every sequence."""
+    return ScoreRules(rules.scale, rules.mask, rules.dropout, rules.dropout_seed + index)
+
+
 def fused_attn_fwd(
-    max_seqlen_q: int,  # noqa: ARG001
-    max_seqlen_kv: int,  # noqa: ARG001
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
     is_training: bool,
     attn_scale: float,
     p_dropout: float,
@@ -64,39 +100,97 @@ def fused_attn_fwd(
     bias_type: Any,
     attn_mask_type: Any,
     softmax_type: Any,
-    window_size: tuple[int, int],
-    bottom_right_diagonal: bool,  # noqa: ARG001
-    cu_seqlens_q: Tensor,  # noqa: ARG001
-    cu_seqlens_kv: Tensor,  # noqa: ARG001
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    window_size: Sequence[int],
+    bottom_right_diagonal: bool,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     fake_dtype: torch.dtype,
-    *others: Any,
-) -> list[Tensor]:
-    """`softmax(scale * Q K^T) V` per head; q `[s, b, h, d]` or `[b, s, h, d]`, k and v with h or fewer heads.
+    cu_seqlens_q_padded: torch.Tensor | None,
+    cu_seqlens_kv_padded: torch.Tensor | None,
+    page_table_k: torch.Tensor | None,
+    page_table_v: torch.Tensor | None,
+    s_quantizer: Any,
+    o_quantizer: Any,
+    bias: torch.Tensor | None,  # noqa: ARG001
+    softmax_offset: torch.Tensor | None,  # noqa: ARG001
+    rng_gen: torch.Generator | None,
+    rng_elts_per_thread: int,  # noqa: ARG001
+    return_max_logit: bool,
+    cuda_graph: bool,  # noqa: ARG001
+) -> list[torch.Tensor]:
+    """`softmax(mask(attn_scale * q k^T)) v` within each sequence, with dropout of probabilities.
 
-    Returns `[out, softmax_lse, rng_state]`: out in q's shape and dtype; softmax_lse FP32 `[b, h, s, 1]`; rng_state
-    the generator's state that the dropout mask was drawn from.
+    q: `[s, b, h, d]`, `[b, s, h, d]` or `[t, h, d]` as qkv_layout says, of any stride; k, v alike with their
+    own number of heads, of which h is a multiple. fake_dtype: dtype of the output.
+    Returns `[out, softmax_lse, rng_state]`. out: o_format, contiguous, zero where padded. softmax_lse: FP32
+    natural log-sum-exp of scaled scores, `[b, h, sq, 1]`, for `thd` `[t, h, 1]`. rng_state: int64
+    `[seed, offset]`. Without `is_training` only out matters, and TE drops the rest.
     """
-    _refuse(qkv_layout, bias_type, softmax_type, window_size, others)
-    sequence_first = _format_of(qkv_layout) == NVTE_QKV_Format.NVTE_SBHD
-    query, key, value = (_heads_first(x, sequence_first, q.shape[2]) for x in (q, k, v))
-    causal = attn_mask_type in _CAUSAL
-    rng_state = torch.empty(0, dtype=torch.uint8)
-    if is_training and p_dropout > 0.0:
-        rng_state = torch.default_generator.get_state()
-        out, lse = dropout_attention(query, key, value, attn_scale, causal, p_dropout, torch.default_generator)
-    else:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, scale=attn_scale
+    del is_training
+    _require_supported(
+        bias_type,
+        softmax_type,
+        {
+            "paged KV cache": page_table_k is not None or page_table_v is not None,
+            "FP8": s_quantizer is not None or o_quantizer is not None,
+            "return_max_logit": return_max_logit,
+        },
+    )
+    mask, padded = _mask(attn_mask_type, window_size, bottom_right_diagonal)
+    rng_state = _draw_rng_state(p_dropout, rng_gen)
+    rules = ScoreRules(attn_scale, mask, p_dropout, int(rng_state[0]))
+    layout = QkvLayout.from_te(qkv_layout)
+    parts = segments(
+        layout,
+        padded,
+        (cu_seqlens_q, cu_seqlens_kv),
+        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        (max_seqlen_q, max_seqlen_kv),
+    )
+    out_format = format_name(o_format)
+    out = torch.empty(shape_like(q, layout.q_format, out_format, v.shape[-1]), dtype=fake_dtype)
+    q_view = heads_first(q, layout.q_format)
+    k_view, v_view = heads_first(k, layout.kv_format), heads_first(v, layout.kv_format)
+    out_view = heads_first(out, out_format)
+    lse = torch.empty(q_view.shape[:3], dtype=torch.float32)
+    if not _covers_everything(parts):
+        out.zero_()
+        lse.fill_(-math.inf)
+    for index, part in enumerate(parts):
+        part_out, part_lse = attention_dense.forward(
+            part.of_q(q_view).float(),
+            part.of_kv(k_view).float(),
+            part.of_kv(v_view).float(),
+            _segment_rules(rules, index),
         )
-    return [_from_heads_first(out, o_format, fake_dtype), lse.unsqueeze(-1), rng_state]
+        part.of_q(out_view).copy_(part_out)
+        part.of_q(lse).copy_(part_lse)
+    return [out, _lse_to_te(lse, layout.q_format), rng_state]
+
+
+def _covers_everything(parts: list[Segment]) -> bool:
+    return len(parts) == 1 and parts[0].q_rows == slice(None)
+
+
+def _lse_to_te(lse: torch.Tensor, q_format: str) -> torch.Tensor:
+    """`[b, h, s]` as TE keeps it: `[b, h, s, 1]`, or `[t, h, 1]` for `thd`."""
+    if q_format == "thd":
+        return lse[0].transpose(0, 1).contiguous().unsqueeze(-1)
+    return lse.unsqueeze(-1)
+
+
+def _lse_from_te(lse: torch.Tensor, q_format: str) -> torch.Tensor:
+    if q_format == "thd" and lse.dim() == 3:
+        return lse.squeeze(-1).transpose(0, 1).unsqueeze(0)
+    return lse.squeeze(-1)
 
 
 def fused_attn_bwd(
-    max_seqlen_q: int,  # noqa: ARG001
-    max_seqlen_kv: int,  # noqa: ARG001
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
     attn_scale: float,
     p_dropout: float,
     set_zero: bool,  # noqa: ARG001
@@ -109,90 +203,63 @@ def fused_attn_bwd(
     bias_type: Any,
     attn_mask_type: Any,
     softmax_type: Any,
-    window_size: tuple[int, int],
-    bottom_right_diagonal: bool,  # noqa: ARG001
-    deterministic: bool,  # noqa: ARG001 - this is
-    cu_seqlens_q: Tensor,  # noqa: ARG001
-    cu_seqlens_kv: Tensor,  # noqa: ARG001
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    d_o: Tensor,
+    window_size: Sequence[int],
+    bottom_right_diagonal: bool,
+    deterministic: bool,  # noqa: ARG001
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    d_o: torch.Tensor,
     fake_dtype: torch.dtype,
-    aux_ctx_tensors: list[Tensor],
-    *others: Any,
-) -> list[Tensor]:
-    """Gradients `[dq, dk, dv]` of `fused_attn_fwd` in the shapes of q, k and v; `aux_ctx_tensors` are its last two."""
-    _refuse(qkv_layout, bias_type, softmax_type, window_size, others)
-    num_heads, num_groups = q.shape[2], k.shape[2]
-    sequence_first = _format_of(qkv_layout) == NVTE_QKV_Format.NVTE_SBHD
-    query, key, value = (_heads_first(x, sequence_first, num_heads) for x in (q, k, v))
-    out = _heads_first(o, int(o_format) == NVTE_QKV_Format.NVTE_SBHD, num_heads)
-    grad = _heads_first(d_o, int(do_format) == NVTE_QKV_Format.NVTE_SBHD, num_heads)
-    lse, rng_state = aux_ctx_tensors[0].squeeze(-1), aux_ctx_tensors[1]
-    causal = attn_mask_type in _CAUSAL
-    if p_dropout > 0.0 and rng_state.numel():
-        generator = torch.Generator()
-        generator.set_state(rng_state)
-        grads = dropout_attention_backward(
-            grad, query, key, value, out, lse, attn_scale, causal, p_dropout, generator
-        )
-    else:
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, lse, 0.0, causal, scale=attn_scale
-        )
-    dq, dk, dv = grads
-    if num_groups != num_heads:
-        dk, dv = (x.unflatten(1, (num_groups, num_heads // num_groups)).sum(dim=2) for x in (dk, dv))
-    grad_format = _format_of(dqkv_layout)
-    return [_from_heads_first(x, grad_format, fake_dtype) for x in (dq, dk, dv)]
+    aux_ctx_tensors: Sequence[torch.Tensor],
+    cu_seqlens_q_padded: torch.Tensor | None,
+    cu_seqlens_kv_padded: torch.Tensor | None,
+    s_quantizer: Any,
+    dp_quantizer: Any,
+    dqkv_quantizer: Any,
+    cuda_graph: bool,  # noqa: ARG001
+) -> list[torch.Tensor | None]:
+    """Gradients of `fused_attn_fwd`, always deterministic.
 
-
-def _format_of(qkv_layout: Any) -> NVTE_QKV_Format | None:
-    """The order of axes of q, k and v in a layout: SBHD, BSHD, or None for packed or mixed ones."""
-    name = NVTE_QKV_Layout(int(qkv_layout)).name.removeprefix("NVTE_")
-    parts = name.split("_")
-    if all(part.startswith("SB") for part in parts):
-        return NVTE_QKV_Format.NVTE_SBHD
-    if all(part.startswith("BS") for part in parts):
-        return NVTE_QKV_Format.NVTE_BSHD
-    return None
-
-
-def _refuse(
-    qkv_layout: Any, bias_type: Any, softmax_type: Any, window_size: tuple[int, int], others: tuple[Any, ...]
-) -> None:
-    supported = (
-        _format_of(qkv_layout) is not None
-        and bias_type == NVTE_Bias_Type.NVTE_NO_BIAS
-        and softmax_type == NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
-        and window_size[0] == -1
-        and window_size[1] in (-1, 0)
+    aux_ctx_tensors: the forward pass's `[softmax_lse, rng_state]`; o, d_o: its output and the gradient of it,
+    in o_format and do_format. Returns `[dq, dk, dv, None, None]` in fake_dtype, of the shapes of q, k, v and
+    packed in memory as dqkv_layout says, zero where padded; the last two stand for bias and softmax offset.
+    """
+    quantizers = (s_quantizer, dp_quantizer, dqkv_quantizer)
+    _require_supported(bias_type, softmax_type, {"FP8": any(x is not None for x in quantizers)})
+    mask, padded = _mask(attn_mask_type, window_size, bottom_right_diagonal)
+    layout = QkvLayout.from_te(qkv_layout)
+    lse = _lse_from_te(aux_ctx_tensors[0], layout.q_format)
+    rules = ScoreRules(attn_scale, mask, p_dropout, int(aux_ctx_tensors[1][0]))
+    parts = segments(
+        layout,
+        padded,
+        (cu_seqlens_q, cu_seqlens_kv),
+        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        (max_seqlen_q, max_seqlen_kv),
     )
-    if not supported:
-        raise NotImplementedError(
-            f"fused_attn with layout {qkv_layout!r}, bias {bias_type!r}, softmax {softmax_type!r}, window "
-            f"{window_size} has no CPU stand-in"
+    gradients = empty_gradients(QkvLayout.from_te(dqkv_layout), (q, k, v), fake_dtype)
+    if not _covers_everything(parts):
+        for gradient in gradients:
+            gradient.zero_()
+    formats = (layout.q_format, layout.kv_format, layout.kv_format)
+    q_view, k_view, v_view = (heads_first(x, f) for x, f in zip((q, k, v), formats, strict=True))
+    dq_view, dk_view, dv_view = (heads_first(x, f) for x, f in zip(gradients, formats, strict=True))
+    o_view, do_view = heads_first(o, format_name(o_format)), heads_first(d_o, format_name(do_format))
+    for index, part in enumerate(parts):
+        dq, dk, dv = attention_dense.backward(
+            part.of_q(do_view).float(),
+            part.of_q(q_view).float(),
+            part.of_kv(k_view).float(),
+            part.of_kv(v_view).float(),
+            part.of_q(o_view).float(),
+            part.of_q(lse),
+            _segment_rules(rules, index),
         )
-    if any(_is_quantizer(other) for other in others):
-        raise NotImplementedError("fused_attn with FP8 output or gradients has no CPU stand-in")
-
-
-def _is_quantizer(value: Any) -> bool:
-    return hasattr(value, "rowwise_usage")
-
-
-def _heads_first(x: Tensor, sequence_first: bool, num_heads: int) -> Tensor:
-    """FP32 `[b, num_heads, s, d]`; a key/value head is repeated for the query heads of its group."""
-    x = (x.permute(1, 2, 0, 3) if sequence_first else x.permute(0, 2, 1, 3)).float()
-    if x.shape[1] != num_heads:
-        x = x.repeat_interleave(num_heads // x.shape[1], dim=1)
-    return x
-
-
-def _from_heads_first(x: Tensor, qkv_format: Any, dtype: torch.dtype) -> Tensor:
-    """`[b, h, s, d]` in the given order of axes, contiguous, rounded to `dtype`."""
-    sequence_first = int(qkv_format) == NVTE_QKV_Format.NVTE_SBHD
-    x = x.permute(2, 0, 1, 3) if sequence_first else x.permute(0, 2, 1, 3)
-    return x.to(dtype).contiguous()
+        part.of_q(dq_view).copy_(dq)
+        part.of_kv(dk_view).copy_(dk)
+        part.of_kv(dv_view).copy_(dv)
+    return [*gradients, None, None]

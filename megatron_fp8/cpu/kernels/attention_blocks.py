@@ -1,0 +1,154 @@
+"""Exact attention by blocks of queries, for what torch's fused CPU kernel lacks.
+
+That is dropout, sliding windows, bottom-right diagonals of unequal lengths, and value heads of another size
+than key heads. Memory is one block of queries times the keys it attends, forward and backward; probabilities
+are recomputed from the log-sum-exp in the backward pass, and dropout masks from their seed.
+
+Everything is FP32 `[b, h, s, d]`; query heads `h` are a multiple of key heads `hk`. Must not know layouts.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_fp8.cpu.kernels.attention_mask import AttentionMask
+
+_BLOCK_QUERIES = 128
+
+
+@dataclass(frozen=True)
+class ScoreRules:
+    """What turns `q @ k^T` into probabilities: scale, mask, and dropout with the seed of its masks."""
+
+    scale: float
+    mask: AttentionMask
+    dropout: float = 0.0
+    dropout_seed: int = 0
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Queries `[start, stop)` and the keys `[first, last)` that some of them attend."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+def _blocks(rules: ScoreRules, num_queries: int, num_keys: int) -> Iterator[_Block]:
+    for start in range(0, num_queries, _BLOCK_QUERIES):
+        stop = min(num_queries, start + _BLOCK_QUERIES)
+        first, last = rules.mask.key_range(start, stop, num_queries, num_keys)
+        if last > first:
+            yield _Block(start, stop, first, last)
+
+
+def _grouped(rows: torch.Tensor, num_key_heads: int) -> torch.Tensor:
+    """`[b, h, n, d]` as `[b, hk, h/hk * n, d]`: the queries that share a key head become rows of one GEMM."""
+    b, _, n, d = rows.shape
+    return rows.reshape(b, num_key_heads, -1, d) if n else rows.new_empty(b, num_key_heads, 0, d)
+
+
+def _forbidden(block: _Block, rules: ScoreRules, num_queries: int, num_keys: int) -> torch.Tensor | None:
+    """Bool `[queries, keys]` of a block, true where attention is not allowed; None where all is."""
+    mask, shift = rules.mask, rules.mask.shift(num_queries, num_keys)
+    whole_left = mask.left is None or block.first >= block.stop - 1 + shift - mask.left
+    whole_right = mask.right is None or block.last - 1 <= block.start + shift + mask.right
+    if whole_left and whole_right:
+        return None
+    queries = torch.arange(block.start, block.stop).unsqueeze(1) + shift
+    keys = torch.arange(block.first, block.last).unsqueeze(0)
+    forbidden = torch.zeros(block.stop - block.start, block.last - block.first, dtype=torch.bool)
+    if mask.left is not None:
+        forbidden |= keys < queries - mask.left
+    if mask.right is not None:
+        forbidden |= keys > queries + mask.right
+    return forbidden
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, block: _Block, rules: ScoreRules) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masked scores `[b, hk, g * n, keys]` of a block, and its queries `[b, hk, g * n, d]`."""
+    num_key_heads = k.shape[1]
+    queries = _grouped(q[:, :, block.start : block.stop], num_key_heads)
+    scores = torch.matmul(queries, k[:, :, block.first : block.last].transpose(2, 3)).mul_(rules.scale)
+    forbidden = _forbidden(block, rules, q.shape[2], k.shape[2])
+    if forbidden is not None:
+        by_query = scores.view(*scores.shape[:2], -1, block.stop - block.start, scores.shape[3])
+        by_query.masked_fill_(forbidden, -math.inf)
+    return scores, queries
+
+
+def _keep_factors(shape: torch.Size, rules: ScoreRules, generator: torch.Generator) -> torch.Tensor:
+    """0 where a probability is dropped, `1 / (1 - dropout)` where it is kept."""
+    keep = torch.empty(shape).bernoulli_(1.0 - rules.dropout, generator=generator)
+    return keep.div_(1.0 - rules.dropout) if rules.dropout < 1.0 else keep
+
+
+def _generator(rules: ScoreRules) -> torch.Generator:
+    return torch.Generator().manual_seed(rules.dropout_seed)
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: ScoreRules) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `[b, h, sq, dv]` and log-sum-exp of scaled scores `[b, h, sq]`.
+
+    q: `[b, h, sq, d]`; k: `[b, hk, sk, d]`; v: `[b, hk, sk, dv]`. A query that attends nothing gives 0 and
+    -inf.
+    """
+    b, h, num_queries, _ = q.shape
+    out = q.new_zeros(b, h, num_queries, v.shape[3])
+    lse = q.new_full((b, h, num_queries), -math.inf)
+    generator = _generator(rules)
+    for block in _blocks(rules, num_queries, k.shape[2]):
+        rows = slice(block.start, block.stop)
+        scores, _ = _scores(q, k, block, rules)
+        block_lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+        lse[:, :, rows] = block_lse.view(b, h, -1)
+        probabilities = scores.sub_(_finite(block_lse)).exp_()
+        if rules.dropout > 0.0:
+            probabilities.mul_(_keep_factors(probabilities.shape, rules, generator))
+        block_out = torch.matmul(probabilities, v[:, :, block.first : block.last])
+        out[:, :, rows] = block_out.view(b, h, -1, v.shape[3])
+    return out, lse
+
+
+def _finite(lse: torch.Tensor) -> torch.Tensor:
+    """-inf, of a query that attends nothing, as 0: its probabilities become exp(-inf) = 0 and not NaN."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
+
+
+def backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    rules: ScoreRules,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `forward` for q, k and v. grad, out: `[b, h, sq, dv]`; lse: `[b, h, sq]`."""
+    b, h, num_queries, d = q.shape
+    num_key_heads = k.shape[1]
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    generator = _generator(rules)
+    for block in _blocks(rules, num_queries, k.shape[2]):
+        rows, keys = slice(block.start, block.stop), slice(block.first, block.last)
+        scores, queries = _scores(q, k, block, rules)
+        probabilities = scores.sub_(_finite(_grouped(lse[:, :, rows].unsqueeze(-1), num_key_heads))).exp_()
+        block_grad = _grouped(grad[:, :, rows], num_key_heads)
+        block_out = _grouped(out[:, :, rows], num_key_heads)
+        d_probabilities = torch.matmul(block_grad, v[:, :, keys].transpose(2, 3))
+        if rules.dropout > 0.0:
+            keep = _keep_factors(probabilities.shape, rules, generator)
+            dv[:, :, keys] += torch.matmul((probabilities * keep).transpose(2, 3), block_grad)
+            d_probabilities.mul_(keep)
+        else:
+            dv[:, :, keys] += torch.matmul(probabilities.transpose(2, 3), block_grad)
+        # rowsum(P * dP) equals rowsum(dO * O), dropout included: no second pass over the block.
+        row_sums = (block_grad * block_out).sum(dim=-1, keepdim=True)
+        d_scores = d_probabilities.sub_(row_sums).mul_(probabilities).mul_(rules.scale)
+        dq[:, :, rows] = torch.matmul(d_scores, k[:, :, keys]).view(b, h, -1, d)
+        dk[:, :, keys] += torch.matmul(d_scores.transpose(2, 3), queries)
+    return dq, dk, dv
