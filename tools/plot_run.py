@@ -69,7 +69,8 @@ def draw(records: list[dict[str, Any]], title: str, output: Path) -> None:
     validation = series(records, "validation", "lm loss validation")
     top = axes["loss"]
     top.plot(loss.iterations, loss.values, color=_TRAIN_COLOUR, label="lm loss")
-    top.plot(validation.iterations, validation.values, "o-", color=_VALIDATION_COLOUR, label="lm loss validation")
+    # Points: nothing was measured between two evaluations.
+    top.plot(validation.iterations, validation.values, "o", color=_VALIDATION_COLOUR, label="lm loss validation")
     top.set_ylabel("nats per token")
     top.set_title(title)
     top.legend()

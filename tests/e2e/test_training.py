@@ -13,7 +13,7 @@ import pytest
 
 from megatron_fp8.config.load import load_config
 from tests.e2e.conftest import TRAIN_ITERS, Tiny
-from tests.e2e.launch import Ended, torchrun
+from tests.e2e.launch import Ended, pretrain, torchrun
 
 NUM_RANKS = 2
 # The documented series of each kind of record.
@@ -158,6 +158,8 @@ def test_the_same_name_is_refused_and_nothing_changed(finished: Finished) -> Non
     assert "the run directory runs/tiny exists, and nothing in it is overwritten" in ended.stderr
     assert ended.stderr.count("use: run.name=tiny-2") == 1
     assert ended.stdout == ""
+    one_rank = pretrain("tiny.yaml", cwd=finished.start_directory, environment={"RANK": "0", "WORLD_SIZE": "2"})
+    assert one_rank.code == 2, one_rank.output
     assert content(finished.start_directory) == before
 
 
