@@ -128,7 +128,8 @@ def _patch_makers(mode: HostAndGpu) -> None:
     original_load = torch.load
 
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        loaded = original_load(f, map_location, *args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            loaded = original_load(f, map_location, *args, **kwargs)
         host = map_location is not None and not is_cuda_device(map_location)
         for leaf in tree_iter(loaded):
             if isinstance(leaf, torch.Tensor):
