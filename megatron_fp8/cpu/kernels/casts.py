@@ -20,10 +20,10 @@ _E4M3_PER_FP16 = 256.0
 def encode_fp8(x: Tensor, scale: Tensor, fp8: torch.dtype, out: Tensor) -> None:
     """Write the bytes of `x * scale`, multiplied in FP32, saturated and rounded to nearest even, into `out`.
 
-    x: FP32, BF16 or FP16; scale: FP32 with one element; out: uint8 of x's shape, any strides. NaN stays NaN;
-    infinities saturate to the largest finite value.
+    x: FP32, BF16 or FP16; scale: FP32, one element or broadcast to x; out: uint8 of x's shape, any strides. NaN stays
+    NaN; infinities saturate to the largest finite value.
     """
-    factor = scale.reshape(())
+    factor = scale.reshape(()) if scale.numel() == 1 else scale
     scaled = torch.mul(x, factor) if x.dtype == torch.float32 else x.to(torch.float32).mul_(factor)
     # torch's casts do not saturate: E4M3 would give NaN from 464 and E5M2 infinity from 61440 up.
     limit = FP8_MAX[fp8]

@@ -151,8 +151,9 @@ def _is_quantized(operand: Any) -> bool:
 def _operand(operand: Any, columnwise: bool) -> _Operand:
     """Widen an operand; `columnwise` names the usage that TE's GEMM reads for this side and transposition."""
     if _is_quantized(operand):
-        values, factor = format_of(operand).values(operand, columnwise)
-        return _Operand(values.reshape(-1, values.shape[-1]), factor, True)
+        format_ = format_of(operand)
+        values, factor = format_.values(operand, columnwise)
+        return _Operand(values.reshape(-1, values.shape[-1]), factor, format_.values_fit_bf16)
     matrix = operand.reshape(-1, operand.shape[-1]).to(torch.float32)
     return _Operand(matrix, 1.0, operand.dtype == torch.bfloat16)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp8.cpu.kernels import float8
+from megatron_fp8.cpu.kernels import blockwise, float8, mxfp8
 from megatron_fp8.cpu.kernels.dtypes import torch_dtype
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "multi_tensor_quantize",
     "quantize",
     "split_quantize",
+    "swap_first_dims",
 ]
 
 
@@ -31,16 +32,26 @@ class Format:
 
     quantize(tensor, quantizer, output or None, noop) -> output; empty(quantizer, shape, dtype, device) -> tensor;
     values(storage, columnwise) -> FP32 values in logical order and the factor that makes them the tensor's numbers;
-    dequantize(storage, dtype) -> tensor.
+    dequantize(storage, dtype) -> tensor; values_fit_bf16: whether BF16 holds every such value exactly.
     """
 
     quantize: Callable[[Tensor, Any, Any, bool], Any]
     empty: Callable[[Any, Sequence[int], torch.dtype, Any], Any]
     values: Callable[[Any, bool], tuple[Tensor, float]]
     dequantize: Callable[[Any, torch.dtype], Tensor]
+    values_fit_bf16: bool
 
 
-_FLOAT8 = Format(float8.quantize_float8, float8.empty_float8, float8.float8_values, float8.dequantize_float8)
+_FLOAT8 = Format(float8.quantize_float8, float8.empty_float8, float8.float8_values, float8.dequantize_float8, True)
+_BLOCKWISE = Format(
+    blockwise.quantize_blockwise,
+    blockwise.empty_blockwise,
+    blockwise.blockwise_values,
+    blockwise.dequantize_blockwise,
+    # Its scales need not be powers of two.
+    False,
+)
+_MXFP8 = Format(mxfp8.quantize_mxfp8, mxfp8.empty_mxfp8, mxfp8.mxfp8_values, mxfp8.dequantize_mxfp8, True)
 
 
 @functools.cache
@@ -52,6 +63,10 @@ def _formats() -> dict[type, Format]:
         te.Float8Quantizer: _FLOAT8,
         te.Float8CurrentScalingQuantizer: _FLOAT8,
         te.Float8TensorStorage: _FLOAT8,
+        te.Float8BlockQuantizer: _BLOCKWISE,
+        te.Float8BlockwiseQTensorStorage: _BLOCKWISE,
+        te.MXFP8Quantizer: _MXFP8,
+        te.MXFP8TensorStorage: _MXFP8,
     }
 
 
@@ -62,8 +77,7 @@ def format_of(thing: Any) -> Format:
         if base in formats:
             return formats[base]
     raise NotImplementedError(
-        f"{type(thing).__name__} has no CPU stand-in; use delayed scaling (Float8Quantizer) or current scaling"
-        " (Float8CurrentScalingQuantizer)"
+        f"{type(thing).__name__} has no CPU stand-in; those of delayed, current, block and MXFP8 scaling have one"
     )
 
 
@@ -124,3 +138,9 @@ def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor | None = None) -> Te
     """
     del dtype, out
     return float8.columnwise_view(input)
+
+
+def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """`[a, b, *rest]` as contiguous `[b, a, *rest]`, written to `out` if given."""
+    swapped = tensor.transpose(0, 1)
+    return swapped.contiguous() if out is None else out.copy_(swapped)
