@@ -7,7 +7,7 @@
 
 (Loshchilov and Hutter, 2019, algorithm 2; TE, `multi_tensor/adam.cu`). FP32 AdamW goes through torch's fused CPU
 kernel, one pass over memory in place of about ten, whose operations come in another order: within rounding of the
-above. Infinities and NaN in gradients propagate; `chunk_size` has no meaning here.
+above, and in the last place of `v` depending on where in a list's storage a value lies. Infinities and NaN in gradients propagate; `chunk_size` has no meaning here.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_fp8.cpu.kernels.quantize import quantize, torch_dtype
+from megatron_fp8.cpu.kernels.dtypes import torch_dtype
+from megatron_fp8.cpu.kernels.quantize import quantize
 
 
 def high_precision_dtype(te_dtype: Any) -> torch.dtype:
