@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -56,7 +57,7 @@ def _collect(pipes: list, deadline: float) -> list:
         for pipe in ready:
             rank = waiting.pop(pipe)
             try:
-                failed, value = pipe.recv()
+                failed, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 raise RankError(f"rank {rank} ended without a result") from None
             if failed:
@@ -79,9 +80,11 @@ def _rank_main(
         timeout=timedelta(seconds=120),
     )
     try:
-        sender.send((False, function(*arguments)))
+        answer = (False, function(*arguments))
     except BaseException:  # noqa: BLE001 - reported to the test, whatever it is
-        sender.send((True, traceback.format_exc()))
+        answer = (True, traceback.format_exc())
+    # Not `send`, which would pass tensors as handles of this process, which ends.
+    sender.send_bytes(pickle.dumps(answer))
     sender.close()
     # Without Python's shutdown: a rank that failed must not wait for the others.
     os._exit(0)

@@ -1,0 +1,77 @@
+"""The record of a run and its lines on the console."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_fp8.report.console import ConsoleSink, format_seconds
+from megatron_fp8.report.record import JsonLines, Recorder
+
+TRAIN = {
+    "iteration": 5,
+    "lm loss": 8.13084,
+    "grad-norm": 1.4,
+    "learning-rate": 1.2e-3,
+    "tokens-per-second": 1982.4,
+    "seconds-left": 72.0,
+}
+
+
+def test_lines_are_json_also_where_json_has_no_number(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    recorder = Recorder([sink])
+    recorder.write("train", {"iteration": 1, "lm loss": float("nan"), "grad-norm": float("inf")})
+    recorder.write("train", {"iteration": 2, "lm loss": 1.5})
+    # Before it is closed: a killed run leaves whole lines.
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0] == {"event": "train", "iteration": 1, "lm loss": "nan", "grad-norm": "inf"}
+    assert lines[1]["lm loss"] == 1.5
+    recorder.close()
+
+
+def test_a_recorder_without_sinks_is_silent() -> None:
+    recorder = Recorder([])
+    recorder.write("train", TRAIN)
+    recorder.close()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_console_and_log_say_the_same(tmp_path: Path, terminal: bool) -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=200, soft_wrap=True, color_system=None)
+    sink = ConsoleSink(tmp_path / "console.log", 40, console)
+    sink.write({"event": "train", **TRAIN})
+    sink.write({"event": "validation", "iteration": 5, "lm loss validation": 8.0})
+    sink.write(
+        {
+            "event": "end",
+            "iteration": 40,
+            "seconds": 81.0,
+            "lm loss validation at start": 8.3728,
+            "lm loss validation": 6.1795,
+        }
+    )
+    sink.close()
+    lines = (tmp_path / "console.log").read_text().splitlines()
+    assert lines == [
+        "iteration  5/40 | lm loss 8.1308 | grad-norm 1.400 | learning-rate 1.20e-03 | tokens/s 1,982"
+        " | time left 1 min 12 s",
+        "iteration 5/40 | lm loss validation 8.0000",
+        "finished 40 iterations in 1 min 21 s | lm loss validation 8.3728 -> 6.1795 (-2.1933 nats)",
+    ]
+    assert all(line in output.getvalue() for line in lines)
+    if not terminal:
+        assert output.getvalue().splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59.4, "59 s"), (60, "1 min 00 s"), (3599, "59 min 59 s"), (7620, "2 h 07 min"), (273600, "3 d 04 h")],
+)
+def test_durations_for_people(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
