@@ -7,7 +7,8 @@
 
 (Loshchilov and Hutter, 2019, algorithm 2; TE, `multi_tensor/adam.cu`). FP32 AdamW goes through torch's fused CPU
 kernel, one pass over memory in place of about ten, whose operations come in another order: within rounding of the
-above, and in the last place of `v` depending on where in a list's storage a value lies. Infinities and NaN in gradients propagate; `chunk_size` has no meaning here.
+above, and in the last place of `v` depending on where in its storage a value lies. Infinities and NaN in gradients
+propagate; `chunk_size` has no meaning here.
 """
 
 from dataclasses import dataclass
@@ -186,7 +187,10 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    """Lists g, p, m, v. Gradients are multiplied by `inv_scale` first, in place; nothing is done where `noop_flag` is 1."""
+    """Lists g, p, m, v. Gradients are multiplied by `inv_scale` first, in place.
+
+    Nothing is done where `noop_flag` is 1.
+    """
     if int(noop_flag) == 1:
         return
     adam = _Adam(float(lr), beta1, beta2, epsilon, int(step), mode, bias_correction, weight_decay)
