@@ -27,6 +27,8 @@ from megatron_fp8.config.summary import describe_world_sizes, summarize
 from megatron_fp8.config.warn import config_warnings
 
 EXIT_CODE_OF_A_MISTAKE = 2
+# A launcher ends all ranks of a machine when it sees that one has ended, also one that is about to speak.
+SECONDS_FOR_THE_SPEAKER = 10.0
 
 DataCheck = Callable[[Config], DataReport]
 
@@ -126,7 +128,7 @@ def _with_origin(problem: Problem, loaded: LoadedConfig) -> Problem:
 
 
 class _Speaker:
-    """Writes for the whole job: rank 0's messages, and nobody else's.
+    """Writes for the whole job: rank 0's messages, and nobody else's. Who has nothing to say ends last.
 
     A mistake on another machine only (a file that is missing there) would go unsaid; that machine's first rank
     leaves it where its torchrun looks for the reason of a failure.
@@ -161,4 +163,6 @@ class _Speaker:
             extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
             content = {"message": {"message": text, "extraInfo": extra}}
             Path(self._error_file).write_text(json.dumps(content), encoding="utf-8")
+        else:
+            time.sleep(SECONDS_FOR_THE_SPEAKER)
         raise SystemExit(EXIT_CODE_OF_A_MISTAKE)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -152,7 +153,11 @@ def test_help_lists_every_key_with_its_default(capfd: pytest.CaptureFixture[str]
     assert "training.seed a whole number, at least 0 [1234]" in text
 
 
-def test_one_rank_speaks_and_all_end(path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_speaks_and_all_end(
+    path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
     error_file = tmp_path / "error.json"
     torchrun = {"WORLD_SIZE": "3", "TORCHELASTIC_ERROR_FILE": str(error_file)}
     for rank, local_rank, speaks in ((0, 0, True), (1, 1, False), (2, 0, False)):
@@ -161,6 +166,8 @@ def test_one_rank_speaks_and_all_end(path: Path, tmp_path: Path, capfd: pytest.C
         assert bool(capfd.readouterr().err) == speaks
         # The first rank of another machine leaves the message to that machine's torchrun.
         assert error_file.exists() == (rank == 2)
+        # A silent rank that ended first would have the launcher end the speaking one.
+        assert len(waits) == (rank >= 1)
     assert "training.global_batch_size" in json.loads(error_file.read_text())["message"]["message"]
 
 
