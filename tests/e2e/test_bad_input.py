@@ -188,11 +188,3 @@ def test_token_files_of_another_tokenizer_are_named(tiny: Tiny, tmp_path: Path, 
         tiny.write_config(tmp_path), "data.tokenizer_model=small.json", cwd=tmp_path, environment=without_torch
     )
     assert_refused(ended, "data.train_data_path", "data.valid_data_path", "257")
-
-
-def test_only_rank_0_speaks(tiny: Tiny, tmp_path: Path, without_torch: dict[str, str]) -> None:
-    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-    ended = pretrain(
-        tiny.write_config(tmp_path), "optimizer.lr=fast", cwd=tmp_path, environment={**without_torch, **ranks}
-    )
-    assert (ended.code, ended.stdout, ended.stderr) == (2, "", ""), ended.output
