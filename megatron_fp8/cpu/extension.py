@@ -1,6 +1,6 @@
 """Assembles the module that stands for `transformer_engine_torch`, TE's compiled extension, on CPUs.
 
-Owns which kernel files make up the extension and what a name without a stand-in does: it can be imported,
+Owns how the kernel files make up the extension and what a name without a stand-in does: it can be imported,
 looked up and used in annotations, and raises `NotImplementedError` with its name when it is called. Must not
 know how any kernel works, and must not import Transformer Engine.
 """
@@ -8,29 +8,13 @@ know how any kernel works, and must not import Transformer Engine.
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import pkgutil
 from types import ModuleType
 from typing import Any, NoReturn
 
-from megatron_fp8.cpu import enums
+from megatron_fp8.cpu import enums, kernels
 
 __all__ = ["build_extension"]
-
-KERNEL_THEMES = (
-    "library",
-    "quantize",
-    "gemm",
-    "scaling",
-    "norms",
-    "activations",
-    "attention",
-    "softmax",
-    "rope",
-    "dropout",
-    "adam",
-    "multi_tensor",
-    "permute",
-)
 
 
 class _Missing(type):
@@ -77,13 +61,12 @@ def build_extension() -> ModuleType:
 
     for name in enums.__all__:
         setattr(extension, name, getattr(enums, name))
-    for theme in KERNEL_THEMES:
-        if importlib.util.find_spec(f"megatron_fp8.cpu.kernels.{theme}") is None:
-            continue
-        kernels = importlib.import_module(f"megatron_fp8.cpu.kernels.{theme}")
-        for name in kernels.__all__:
+    for file in pkgutil.iter_modules(kernels.__path__, kernels.__name__ + "."):
+        theme = importlib.import_module(file.name)
+        # Files without `__all__` are parts of others.
+        for name in getattr(theme, "__all__", ()):
             if name in vars(extension):
-                raise ValueError(f"{name} is given twice, the second time by megatron_fp8.cpu.kernels.{theme}")
-            setattr(extension, name, getattr(kernels, name))
+                raise ValueError(f"{name} is given twice, the second time by {file.name}")
+            setattr(extension, name, getattr(theme, name))
     extension.__getattr__ = look_up  # type: ignore[method-assign]
     return extension

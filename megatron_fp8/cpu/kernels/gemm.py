@@ -79,8 +79,7 @@ def generic_gemm(
     right, left = _operand(A, not transa), _operand(B, transb)
     dtype = _output_dtype(A, D, output_dtype)
     shape = _output_shape(left.matrix, transb, right.matrix, transa, B)
-    if D is not None and (list(D.shape) != shape or D.dtype != dtype):
-        raise ValueError(f"the GEMM's output D is {D.dtype} {list(D.shape)}; its result is {dtype} {shape}")
+    _check_output(D, dtype, shape)
     bias_grad = left.matrix.sum(dim=0).mul_(left.factor).to(dtype) if grad and bias is not None else None
     in_place = quantizer is None and not gelu and D is not None and D.dtype == torch.float32
     total = D if in_place else torch.empty(shape, dtype=torch.float32)
@@ -175,6 +174,11 @@ def _output_shape(left: Tensor, transpose_left: bool, right: Tensor, transpose_r
         )
     columns = right.shape[0 if transpose_right else 1]
     return [left.shape[1], columns] if transpose_left else [*B.size()[:-1], columns]
+
+
+def _check_output(D: Any, dtype: torch.dtype, shape: list[int]) -> None:
+    if D is not None and (list(D.shape) != shape or D.dtype != dtype):
+        raise ValueError(f"the GEMM's output D is {D.dtype} {list(D.shape)}; its result is {dtype} {shape}")
 
 
 def _deliver(total: Tensor, dtype: torch.dtype, D: Any, quantizer: Any, fp8_operands: bool) -> Any:
