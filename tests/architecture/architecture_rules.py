@@ -163,7 +163,8 @@ def lengths(module: Module) -> Iterator[str]:
     for node in ast.walk(module.tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None
-            length = node.end_lineno - node.lineno + 1
+            # From the docstring on: signatures that mirror a kernel's of another project are as long as they are.
+            length = node.end_lineno - node.body[0].lineno + 1
             if length > MOST_FUNCTION_LINES:
                 yield f"{module.path}:{node.lineno}: {node.name} has {length} lines, at most {MOST_FUNCTION_LINES}"
 
