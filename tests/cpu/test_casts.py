@@ -70,6 +70,23 @@ def test_ties_go_to_the_even_neighbour(fp8: torch.dtype) -> None:
 
 
 @formats
+def test_numbers_of_several_blocks(fp8: torch.dtype) -> None:
+    x = torch.randn(3, 2**18 + 5, generator=torch.Generator().manual_seed(2)).bfloat16()
+    assert_same(encode(x, 500.0, fp8), reference(x, 500.0, fp8))
+
+
+@formats
+def test_a_bound_spares_the_clamp_only_where_nothing_saturates(fp8: torch.dtype) -> None:
+    for scale in (0.1, 1.0, 3.0, 7.77):
+        edge = np.float32(FP8_MAX[fp8] / scale)
+        for peak in (np.nextafter(edge, np.float32(0)), edge, np.nextafter(edge, np.float32(np.inf)), edge * 2):
+            x = torch.tensor([float(peak), -float(peak), float("nan"), 1e-3])
+            data = torch.empty(4, dtype=torch.uint8)
+            encode_fp8(x, torch.tensor([scale]), fp8, out=data, bound=float(peak))
+            assert_same(data.numpy(), reference(x, scale, fp8))
+
+
+@formats
 @pytest.mark.parametrize("with_nan", [True, False])
 def test_every_byte_is_decoded_as_by_ml_dtypes(with_nan: bool, fp8: torch.dtype) -> None:
     data = torch.arange(256, dtype=torch.uint8)

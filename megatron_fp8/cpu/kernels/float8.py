@@ -30,9 +30,10 @@ def quantize_float8(tensor: Tensor, quantizer: Any, output: Any, noop: bool) -> 
         _set_usages(output, quantizer)
     if noop or tensor.numel() == 0:
         return output
-    scale = _scale(tensor, quantizer)
+    peak = amax(tensor)
+    scale = _scale(peak, quantizer)
     data = rowwise_bytes(output)
-    encode_fp8(tensor.reshape(data.shape), scale, torch_dtype(quantizer.dtype), out=data)
+    encode_fp8(tensor.reshape(data.shape), scale, torch_dtype(quantizer.dtype), out=data, bound=float(peak))
     output._scale_inv.copy_(torch.reciprocal(scale).reshape(output._scale_inv.shape))
     return output
 
@@ -99,17 +100,18 @@ def _set_usages(output: Any, quantizer: Any) -> None:
     output._fp8_dtype = quantizer.dtype
 
 
-def _scale(tensor: Tensor, quantizer: Any) -> Tensor:
-    """FP32 scale `[1]` to quantise with; delayed scaling also records the amax."""
+def _scale(peak: Tensor, quantizer: Any) -> Tensor:
+    """FP32 scale `[1]` for a tensor whose largest magnitude is `peak`; delayed scaling also records that."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     if isinstance(quantizer, Float8Quantizer):
         if quantizer.amax.numel():
-            torch.maximum(quantizer.amax, amax(tensor), out=quantizer.amax)
+            torch.maximum(quantizer.amax, peak, out=quantizer.amax)
         return quantizer.scale
-    peak = amax(tensor).reshape(1)
+    reduced = peak.reshape(1)
     if quantizer.with_amax_reduction:
+        reduced = reduced.clone()
         group = quantizer._canonicalized_amax_reduction_group()
-        torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX, group=group)
+        torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX, group=group)
     limit = FP8_MAX[torch_dtype(quantizer.dtype)]
-    return scale_from_amax(peak, limit, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
+    return scale_from_amax(reduced, limit, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
