@@ -25,6 +25,7 @@ help: ## list these targets
 
 .PHONY: train
 train: $(VENV_READY) $(QUICKSTART_READY) ## pretrain a small GPT on four ranks, FP8, in a few minutes (ARGS="section.key=value ...")
+	$(VENV)/bin/python pretrain.py configs/quickstart.yaml run.new_name_if_exists=true $(ARGS) --check --world-size 4
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 4 \
 	    pretrain.py configs/quickstart.yaml run.new_name_if_exists=true $(ARGS)
 

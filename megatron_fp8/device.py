@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fp8 import cpu
+from megatron_fp8.config.problem import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,18 @@ class Device:
     emulated: bool
     collective_backend: str
     description: str
+
+    def backend(self, requested: str) -> str:
+        """The collective library for the config's `distributed_backend`; raises ConfigError for one that cannot be."""
+        if requested == "nccl" and self.emulated:
+            problem = Problem(
+                "parallel.distributed_backend",
+                requested,
+                "NCCL needs CUDA, which this machine lacks",
+                "parallel.distributed_backend=auto, which takes gloo here",
+            )
+            raise ConfigError.from_problems([problem])
+        return self.collective_backend if requested == "auto" else requested
 
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it."""

@@ -28,7 +28,11 @@ class Problem:
         return f"{self.key} = {show_value(self.value)}{origin}\n    why: {self.reason}\n    use: {self.use_instead}"
 
 
-class ConfigError(Exception):
+class BadInputError(Exception):
+    """Something a person gave is wrong: config, data, path. Its text says all there is to say; exit code 2."""
+
+
+class ConfigError(BadInputError):
     """All the mistakes of a config at once; its text is what a person is shown. Programs exit with code 2.
 
     `problems` holds them one by one; it is empty when the error was raised with a text alone.

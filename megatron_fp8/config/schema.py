@@ -58,8 +58,6 @@ class ParallelConfig(Section):
     """Collective library; auto: NCCL on GPUs, gloo elsewhere."""
     distributed_timeout_minutes: float = Field(default=10.0, gt=0)
     """Minutes after which a collective that does not end is an error."""
-    init_process_group_timeout_seconds: float = Field(default=300.0, gt=0)
-    """Seconds that ranks wait for each other at start."""
 
 
 class TrainingConfig(Section):

@@ -21,6 +21,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch.utils.data import Dataset
 
+from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.blend import Blend, BlendError, parse_blend
 from megatron_fp8.data.index_cache import build_cached, cache_key
@@ -31,7 +32,7 @@ Sample = dict[str, torch.Tensor]
 """What a dataset gives: `tokens`, `labels`, `position_ids` int64 [s], `loss_mask` float32 [s]."""
 
 
-class DataError(Exception):
+class DataError(BadInputError):
     """The datasets cannot be made; the text names the key or the missing part."""
 
 

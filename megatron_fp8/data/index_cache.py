@@ -22,12 +22,13 @@ from typing import Any, TypeVar
 
 import torch.distributed
 
+from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.data.token_file import bin_path, idx_path
 
 Result = TypeVar("Result")
 
 
-class IndexCacheError(Exception):
+class IndexCacheError(BadInputError):
     """The directory of sample indices cannot be used; the text names it and what to do."""
 
 

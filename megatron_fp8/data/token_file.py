@@ -21,6 +21,8 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_fp8.config.problem import BadInputError
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -38,7 +40,7 @@ DTYPE_OF_CODE: dict[int, np.dtype] = {
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 
-class TokenFileError(Exception):
+class TokenFileError(BadInputError):
     """A token file cannot be read as what it claims to be; the text names the file and what is wrong."""
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from megatron_fp8.config.problem import BadInputError
+
 END_OF_DOCUMENT = "<|endoftext|>"
 NUM_BYTES = 256
 
 
-class TokenizerError(Exception):
+class TokenizerError(BadInputError):
     """A tokenizer cannot be used; `reason` says why, `use_instead` what to do."""
 
     def __init__(self, reason: str, use_instead: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch.distributed
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.faults.exit_codes import ExitCode
 
 # The launcher sees a failed rank within tenths of a second and ends the others of its machine.
@@ -22,10 +23,15 @@ SECONDS_FOR_THE_CAUSE = 10.0
 def run_reporting(job: Callable[[], object], rank: int) -> None:
     """Run `job`; on an exception print it with the rank and end the process at once with `ExitCode.FAILED`.
 
+    A BadInputError speaks for itself: its text, no traceback, `ExitCode.BAD_INPUT`.
     Ends without Python's shutdown, which can wait for ever for collectives that other ranks no longer answer.
     """
     try:
         record(lambda: _cause_first(job))()
+    except BadInputError as error:
+        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(ExitCode.BAD_INPUT)
     except Exception:  # noqa: BLE001 - whatever it is, it is printed whole
         lines = traceback.format_exc()
         print(f"rank {rank} failed:\n{lines}", file=sys.stderr, flush=True)

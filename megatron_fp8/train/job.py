@@ -47,11 +47,7 @@ def run_job(config: Config, vocab_size: int, started: float) -> JobSummary:
     from megatron_fp8.train.loop import TrainingParts, train
     from megatron_fp8.train.setup import build_parts
 
-    backend = config.parallel.distributed_backend
-    init_process_group(
-        device.collective_backend if backend == "auto" else backend,
-        config.parallel.distributed_timeout_minutes,
-    )
+    init_process_group(device.backend(config.parallel.distributed_backend), config.parallel.distributed_timeout_minutes)
     layout = derive_layout(config, torch.distributed.get_world_size(), vocab_size)
     with ExitStack() as stack:
         run_directory, recorder = _open_run(config)

@@ -60,3 +60,14 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_iteration(tiny: Ti
     assert "at iteration 2: a loss or gradient is not finite" in ended.stderr, ended.output
     assert "iteration 1/6" in ended.stdout
     assert "iteration 2/6" not in ended.stdout
+
+
+def test_a_backend_that_this_machine_lacks_ends_with_one_message(tiny: Tiny, tmp_path: Path) -> None:
+    """Known only once the device is: exit code 2 all the same, and nothing is written."""
+    tiny.write_config(tmp_path, mode="bf16")
+    ended = pretrain("tiny.yaml", "parallel.distributed_backend=nccl", cwd=tmp_path)
+    assert ended.code == 2, ended.output
+    assert "parallel.distributed_backend = nccl" in ended.stderr
+    assert "distributed_backend=auto" in ended.stderr
+    assert "Traceback" not in ended.output
+    assert not (tmp_path / "runs").exists()
