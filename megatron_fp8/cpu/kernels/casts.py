@@ -25,15 +25,16 @@ _E4M3_PER_FP16 = 256.0
 def encode_fp8(x: Tensor, scale: Tensor, fp8: torch.dtype, out: Tensor, bound: float = math.inf) -> None:
     """Write the bytes of `x * scale`, multiplied in FP32, saturated and rounded to nearest even, into `out`.
 
-    x: FP32, BF16 or FP16; scale: FP32 with one element; out: uint8 of x's shape, any strides. NaN stays NaN;
-    infinities saturate to the largest finite value. bound: a number that no magnitude in x exceeds, NaNs aside; where
+    x: FP32, BF16 or FP16; scale: FP32 with one element, or broadcast over x; out: uint8 of x's shape, any strides. NaN
+    stays NaN; infinities saturate to the largest finite value. bound: a number that no magnitude in x exceeds, NaNs aside; where
     it shows that nothing saturates, the clamp is left out.
     """
-    factor, limit = scale.reshape(()), FP8_MAX[fp8]
+    limit, one_scale = FP8_MAX[fp8], scale.numel() == 1
+    factor = scale.reshape(()) if one_scale else scale
     # A Python float holds the product of two FP32 numbers exactly, and rounding it keeps the order.
-    saturates = not bound * float(factor) <= limit
+    saturates = not bound * float(factor.amax()) <= limit if factor.numel() else False
     bytes_ = out.view(fp8)
-    if x.is_contiguous() and out.is_contiguous():
+    if one_scale and x.is_contiguous() and out.is_contiguous():
         blocks = zip(x.view(-1).split(_BLOCK_ELEMENTS), bytes_.view(-1).split(_BLOCK_ELEMENTS), strict=True)
     else:
         blocks = zip([x], [bytes_], strict=True)
