@@ -17,6 +17,7 @@ import sys
 from types import ModuleType
 
 from megatron_fp8.cpu.import_hook import patch_after_import
+from megatron_fp8.cpu.malloc import keep_freed_memory
 from megatron_fp8.cpu.megatron import MEGATRON_PATCHES
 
 _EXTENSION = "transformer_engine_torch"
@@ -55,6 +56,7 @@ def install(force: bool = False) -> bool:
     # First, so that an error in it leaves torch as it was.
     extension = _extension()
     _set_environment()
+    keep_freed_memory()
     _patch_torch()
     sys.modules[_EXTENSION] = extension
     patch_after_import(
