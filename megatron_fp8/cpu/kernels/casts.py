@@ -25,9 +25,9 @@ _E4M3_PER_FP16 = 256.0
 def encode_fp8(x: Tensor, scale: Tensor, fp8: torch.dtype, out: Tensor, bound: float = math.inf) -> None:
     """Write the bytes of `x * scale`, multiplied in FP32, saturated and rounded to nearest even, into `out`.
 
-    x: FP32, BF16 or FP16; scale: FP32 with one element, or broadcast over x; out: uint8 of x's shape, any strides. NaN
-    stays NaN; infinities saturate to the largest finite value. bound: a number that no magnitude in x exceeds, NaNs aside; where
-    it shows that nothing saturates, the clamp is left out.
+    x: FP32, BF16 or FP16; scale: FP32 with one element, or broadcast over x; out: uint8 of x's shape, any strides.
+    bound: a number that no magnitude in x exceeds, NaNs aside; where it shows that nothing saturates, the clamp is left
+    out. NaN stays NaN; infinities saturate to the largest finite value.
     """
     limit, one_scale = FP8_MAX[fp8], scale.numel() == 1
     factor = scale.reshape(()) if one_scale else scale
