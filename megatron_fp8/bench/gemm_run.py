@@ -55,6 +55,9 @@ class GemmRun:
             return memory.max_memory_allocated()
         return int(torch.accelerator.max_memory_allocated())
 
+    def close(self) -> None:
+        """Nothing was started."""
+
     def _timed_gemms(self, shape: GemmShape, num_tokens: int) -> float:
         """Seconds of the forward, the dgrad and the wgrad GEMM of one linear layer."""
         x = self._random(num_tokens, shape.in_features)

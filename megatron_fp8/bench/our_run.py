@@ -34,8 +34,8 @@ class OurRun:
         self.num_parameters = layout.num_parameters
         self._tokens_per_step = layout.tokens_per_global_batch
         samples = RepeatedBatch(fixed_tokens(config))
-        loader = self.parts.loader(samples, _NUM_STEPS * config.training.global_batch_size)
-        self._iterators = loader.iterators(len(self.parts.chunks))
+        self._loader = self.parts.loader(samples, _NUM_STEPS * config.training.global_batch_size)
+        self._iterators = self._loader.iterators(len(self.parts.chunks))
 
     def step(self) -> StepSample:
         """One step as the loop makes it, loss reduction included."""
@@ -54,6 +54,11 @@ class OurRun:
     def peak_memory_bytes(self) -> int:
         """On CPUs the peak of the whole process, on GPUs that of the allocator."""
         return self._device.peak_memory_bytes()
+
+    def close(self) -> None:
+        """End the loader's threads and leave the process group."""
+        self._loader.close()
+        torch.distributed.destroy_process_group()
 
 
 class RepeatedBatch:

@@ -47,11 +47,18 @@ class PlainRun:
 
     def step(self) -> StepSample:
         """One global batch in micro-batches, and the optimizer."""
-        return self._timed_step(self._tokens, self._config.training.micro_batch_size)
+        started = time.perf_counter()
+        loss = self._forward_backward(self._tokens, self._config.training.micro_batch_size)
+        if self._config.optimizer.clip_grad > 0:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.optimizer.clip_grad)
+        self._optimizer.step()
+        return self._sample(started, self._tokens, loss)
 
     def short_step(self) -> StepSample:
-        """The same with a global batch of one sample."""
-        return self._timed_step(self._tokens[:1], 1)
+        """Forward and backward of one sample; the model stays as it was."""
+        started = time.perf_counter()
+        loss = self._forward_backward(self._tokens[:1], 1)
+        return self._sample(started, self._tokens[:1], loss)
 
     def peak_memory_bytes(self) -> int:
         """On CPUs the peak of the whole process, on accelerators that of the allocator."""
@@ -59,15 +66,10 @@ class PlainRun:
             return memory.max_memory_allocated()
         return int(torch.accelerator.max_memory_allocated())
 
-    def _timed_step(self, tokens: Tensor, micro_batch_size: int) -> StepSample:
-        started = time.perf_counter()
-        loss = self._train(tokens, micro_batch_size)
-        # Reading the loss waits for the device's forward passes only, so wait for the rest too.
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()
-        return StepSample(time.perf_counter() - started, tokens.shape[0] * (tokens.shape[1] - 1), loss)
+    def close(self) -> None:
+        """Nothing was started."""
 
-    def _train(self, tokens: Tensor, micro_batch_size: int) -> float:
+    def _forward_backward(self, tokens: Tensor, micro_batch_size: int) -> Tensor:
         self._optimizer.zero_grad(set_to_none=True)
         micro_batches = tokens.split(micro_batch_size)
         total = torch.zeros((), device=self._device)
@@ -76,7 +78,11 @@ class PlainRun:
                 loss = self.model(batch[:, :-1], batch[:, 1:]) / len(micro_batches)
             loss.backward()
             total += loss.detach()
-        if self._config.optimizer.clip_grad > 0:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.optimizer.clip_grad)
-        self._optimizer.step()
-        return float(total)
+        return total
+
+    def _sample(self, started: float, tokens: Tensor, loss: Tensor) -> StepSample:
+        value = float(loss)
+        # Reading the loss waits for the device's forward passes only, so wait for the rest too.
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+        return StepSample(time.perf_counter() - started, tokens.shape[0] * (tokens.shape[1] - 1), value)

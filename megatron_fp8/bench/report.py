@@ -109,7 +109,7 @@ def _speeds(results: Sequence[SubjectResult], flops_per_token: float) -> Table:
 def _ratios(results: Sequence[SubjectResult], comparisons: Sequence[Comparison]) -> Table:
     table = Table(title="Tokens/s over tokens/s, median of the rounds")
     table.add_column("ratio")
-    for heading in ("median", "range", "target", ""):
+    for heading in ("median", "range", "by CPU time", "target", ""):
         table.add_column(heading, justify="right")
     for comparison in comparisons:
         found = ratio(comparison, results)
@@ -118,6 +118,7 @@ def _ratios(results: Sequence[SubjectResult], comparisons: Sequence[Comparison])
             f"{comparison.faster} / {comparison.slower}",
             f"{found.median:.2f}",
             f"{found.lowest:.2f} to {found.highest:.2f}",
+            f"{found.by_cpu_time:.2f}",
             f"{comparison.target:.2f}" if comparison.target is not None else "",
             verdict,
         )

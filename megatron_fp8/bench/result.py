@@ -32,6 +32,11 @@ class Sample:
         """Tokens over the wall time."""
         return self.num_tokens / self.seconds
 
+    @property
+    def tokens_per_cpu_second(self) -> float:
+        """Tokens over the CPU time of all ranks and threads: hardly moved by what else the machine does."""
+        return self.num_tokens / self.cpu_seconds
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -75,12 +80,17 @@ class SubjectResult:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Tokens per second of one subject over another's: the median of the rounds' ratios, and their range."""
+    """Tokens per second of one subject over another's: the median of the rounds' ratios, and their range.
+
+    `by_cpu_time`: the median ratio of tokens per CPU second. With one thread each it says the same as `median` on a
+    quiet machine, and still does on a busy one; threads that wait for each other may count as busy.
+    """
 
     comparison: Comparison
     median: float
     lowest: float
     highest: float
+    by_cpu_time: float
 
     @property
     def is_reached(self) -> bool | None:
@@ -93,14 +103,14 @@ def ratio(comparison: Comparison, results: Sequence[SubjectResult]) -> Ratio:
     by_name = {result.subject.name: result for result in results}
     faster, slower = by_name[comparison.faster], by_name[comparison.slower]
     num_rounds = max(len(faster.rounds), len(slower.rounds))
-    speeds = [_speeds(result, num_rounds) for result in (faster, slower)]
-    ratios = [ours / theirs for ours, theirs in zip(*speeds, strict=True)]
-    return Ratio(comparison, statistics.median(ratios), min(ratios), max(ratios))
+    pairs = list(zip(_samples(faster, num_rounds), _samples(slower, num_rounds), strict=True))
+    ratios = [one.tokens_per_second / other.tokens_per_second for one, other in pairs]
+    by_cpu_time = statistics.median(one.tokens_per_cpu_second / other.tokens_per_cpu_second for one, other in pairs)
+    return Ratio(comparison, statistics.median(ratios), min(ratios), max(ratios), by_cpu_time)
 
 
-def _speeds(result: SubjectResult, num_rounds: int) -> list[float]:
-    speeds = [sample.tokens_per_second for sample in result.rounds]
-    return speeds * num_rounds if result.is_short else speeds
+def _samples(result: SubjectResult, num_rounds: int) -> list[Sample]:
+    return result.rounds * num_rounds if result.is_short else result.rounds
 
 
 def ceiling(results: Sequence[SubjectResult], precision: str) -> float | None:

@@ -32,10 +32,13 @@ class Run(Protocol):
         """One whole step: a global batch forward and backward, clipping, the optimizer."""
 
     def short_step(self) -> StepSample:
-        """The smallest piece of work that shows the speed; it may be a whole step."""
+        """The smallest piece of work that shows the speed: a whole step, or less that leaves the model as it was."""
 
     def peak_memory_bytes(self) -> int:
         """Most memory this process has held."""
+
+    def close(self) -> None:
+        """End what the run has started."""
 
 
 def fixed_tokens(config: Config) -> Tensor:

@@ -97,9 +97,8 @@ def main() -> None:
     try:
         serve(run, channel)
     finally:
+        run.close()
         channel.close()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
