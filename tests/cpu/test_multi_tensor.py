@@ -186,11 +186,11 @@ def te_recipe() -> Any:
     return DelayedScaling()
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("nesterov", "dampening"), [(True, 0.0), (False, 0.0), (False, 0.5)])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_fused_sgd_follows_torch(decay: float, nesterov: bool) -> None:
+def test_fused_sgd_follows_torch(decay: float, nesterov: bool, dampening: float) -> None:
     ours, theirs = parameters(), parameters()
-    options = {"lr": LR, "momentum": 0.9, "weight_decay": decay, "nesterov": nesterov}
+    options = {"lr": LR, "momentum": 0.9, "dampening": dampening, "weight_decay": decay, "nesterov": nesterov}
     fused, reference = FusedSGD(ours, **options), torch.optim.SGD(theirs, **options)
     for step in range(5):
         for params, optimizer in ((ours, fused), (theirs, reference)):
