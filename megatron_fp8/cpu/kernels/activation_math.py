@@ -26,8 +26,7 @@ class Activation:
 
 
 def _swish(x: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
-    gate = torch.sigmoid(x) if alpha == 1.0 else torch.sigmoid_(x * alpha)
-    return gate.mul_(x)
+    return torch.nn.functional.silu(x) if alpha == 1.0 else torch.sigmoid_(x * alpha).mul_(x)
 
 
 def _swish_and_slope(x: torch.Tensor, alpha: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:

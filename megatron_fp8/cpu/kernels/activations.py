@@ -3,8 +3,9 @@
 Owns the passes over memory: rows are taken in blocks that stay in cache, computed in FP32 and rounded once.
 Formulas are in `activation_math`; must not know modules or recipes.
 
-Measured beside plain PyTorch, [2048, 2 x 1376], one thread, interleaved (time of ours / time of
-`silu(a) * b` with autograd): see `docs/performance.md`.
+Measured beside PyTorch's `silu(a) * b` and its autograd, [2048, 2 x 1376], one thread, interleaved, time of ours /
+time of theirs: forward 1.0 in FP32, 1.06 in BF16 (which theirs rounds twice), backward 0.72 and 0.95. GELU forward is
+0.64 of torch's, whose tanh is slow; backward 1.0.
 """
 
 from collections.abc import Callable, Iterator

@@ -4,8 +4,8 @@ Statistics and arithmetic are FP32 whatever the input dtype, and results are rou
 kernels. `sm_margin` arguments limit GPU multiprocessors and have no meaning here. Must not know about modules
 or recipes: a quantized output goes through the quantizer it is given.
 
-Measured beside plain PyTorch on [2048, 512], one thread, interleaved (time of ours / time of torch's
-`rms_norm` and its autograd backward): RMSNorm forward FP32 0.5, BF16 0.6; backward FP32 0.25.
+Measured beside PyTorch's norms and their autograd on [2048, 512], one thread, interleaved, time of ours / time of
+theirs: RMSNorm forward 0.64 in FP32 and 0.58 in BF16, backward 0.25 and 0.32; LayerNorm 1.0, being the same kernel.
 """
 
 from typing import Any
