@@ -19,6 +19,7 @@ class ConsoleSink:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._log = log_path.open("a", encoding="utf-8", buffering=1)
         self._train_iters = train_iters
+        self._run_directory = log_path.parent
         self._progress: Progress | None = None
         if self._console.is_terminal:
             self._progress = Progress(
@@ -34,6 +35,8 @@ class ConsoleSink:
     def write(self, record: Mapping[str, Value]) -> None:
         """Print a record as a line, and move the bar on."""
         line = format_record(record, self._train_iters)
+        if record["event"] == "end":
+            line += f" | {self._run_directory}"
         self._log.write(line + "\n")
         (self._progress.console if self._progress else self._console).print(line, markup=False)
         if self._progress is not None and record["event"] == "train":

@@ -43,7 +43,7 @@ def test_a_recorder_without_sinks_is_silent() -> None:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_console_and_log_say_the_same(tmp_path: Path, terminal: bool) -> None:
     output = io.StringIO()
-    console = Console(file=output, force_terminal=terminal, width=200, soft_wrap=True, color_system=None)
+    console = Console(file=output, force_terminal=terminal, width=400, soft_wrap=True, color_system=None)
     sink = ConsoleSink(tmp_path / "console.log", 40, console)
     sink.write({"event": "train", **TRAIN})
     sink.write({"event": "validation", "iteration": 5, "lm loss validation": 8.0})
@@ -62,7 +62,7 @@ def test_console_and_log_say_the_same(tmp_path: Path, terminal: bool) -> None:
         "iteration  5/40 | lm loss 8.1308 | grad-norm 1.400 | learning-rate 1.20e-03 | tokens/s 1,982"
         " | time left 1 min 12 s",
         "iteration 5/40 | lm loss validation 8.0000",
-        "finished 40 iterations in 1 min 21 s | lm loss validation 8.3728 -> 6.1795 (-2.1933 nats)",
+        f"finished 40 iterations in 1 min 21 s | lm loss validation 8.3728 -> 6.1795 (-2.1933 nats) | {tmp_path}",
     ]
     assert all(line in output.getvalue() for line in lines)
     if not terminal:
