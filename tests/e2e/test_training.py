@@ -145,7 +145,8 @@ def test_the_console_says_what_ran_and_how_it_ended(finished: Finished) -> None:
     assert "fp8 delayed hybrid, history 4" in head["precision"]
     assert "tp 2 x pp 1 x dp 1" in head["layout"]
     assert re.fullmatch(
-        r"finished 6 iterations in .+ \| lm loss validation \d\.\d{4} -> \d\.\d{4} \(-\d\.\d{4} nats\)", lines[-1]
+        r"finished 6 iterations in .+ \| lm loss validation \d\.\d{4} -> \d\.\d{4} \(-\d\.\d{4} nats\) \| runs/tiny",
+        lines[-1],
     )
 
 
