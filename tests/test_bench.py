@@ -158,11 +158,13 @@ def test_subject_measured_once_is_compared_with_every_round() -> None:
     assert ratio(Comparison("ours bf16", "plain bf16", 1.0), results).median == pytest.approx(4.0)
 
 
-def test_ceiling_of_low_precision_is_the_faster_gemm() -> None:
+def test_ceiling_is_the_fastest_usable_gemm_on_as_many_threads() -> None:
     gemms = [result("gemm fp32", [100.0]), result("gemm bf16", [300.0])]
-    assert ceiling(gemms, "fp32") == pytest.approx(100.0)
-    assert ceiling(gemms, "fp8") == pytest.approx(300.0)
-    assert ceiling([], "bf16") is None
+    assert ceiling(gemms, Subject("", "ours", "fp32", 1, 1)) == pytest.approx(100.0)
+    assert ceiling(gemms, Subject("", "ours", "fp8", 1, 1)) == pytest.approx(300.0)
+    assert ceiling(gemms, Subject("", "ours", "bf16", 2, 1)) is None
+    assert ceiling([], Subject("", "ours", "bf16", 1, 1)) is None
+    assert ceiling(gemms, gemms[0].subject) is None
 
 
 def test_plan_names_every_comparison_once() -> None:

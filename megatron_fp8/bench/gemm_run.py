@@ -17,8 +17,8 @@ from megatron_fp8.config.layout import GemmShape, derive_layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.cpu import memory
 
-# A short step multiplies this share of the rows.
-_SHORT_SHARE = 8
+# A short step multiplies one row of so many.
+_SHORT_SHARE = 16
 
 
 class GemmRun:

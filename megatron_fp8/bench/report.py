@@ -39,12 +39,12 @@ def as_json(
     """Every sample and everything that is derived from them."""
     subjects = []
     for result in results:
-        best = ceiling(results, result.subject.precision)
+        best = ceiling(results, result.subject)
         subjects.append(
             {
                 **asdict(result),
                 "tokens_per_second": result.tokens_per_second,
-                "share_of_ceiling": result.tokens_per_second / best if best and _is_model(result) else None,
+                "share_of_ceiling": result.tokens_per_second / best if best else None,
             }
         )
     ratios = []
@@ -88,7 +88,7 @@ def _speeds(results: Sequence[SubjectResult], flops_per_token: float) -> Table:
         table.add_column(heading, justify="right")
     for result in results:
         speeds = [sample.tokens_per_second for sample in result.rounds]
-        best = ceiling(results, result.subject.precision)
+        best = ceiling(results, result.subject)
         is_model = _is_model(result)
         last_loss = result.rounds[-1].loss
         table.add_row(
@@ -96,7 +96,7 @@ def _speeds(results: Sequence[SubjectResult], flops_per_token: float) -> Table:
             f"{result.tokens_per_second:,.0f}",
             f"{min(speeds):,.0f} to {max(speeds):,.0f}",
             f"{result.tokens_per_second * flops_per_token / 1e9:.1f}",
-            f"{result.tokens_per_second / best:.0%}" if best and is_model else "",
+            f"{result.tokens_per_second / best:.0%}" if best else "",
             f"{result.peak_memory_bytes / 2**20:,.0f}" if is_model else "",
             f"{result.start_seconds:.1f}",
             f"{result.first_step_seconds:.2f}" if is_model else "",

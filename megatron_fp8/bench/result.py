@@ -113,15 +113,20 @@ def _samples(result: SubjectResult, num_rounds: int) -> list[Sample]:
     return result.rounds * num_rounds if result.is_short else result.rounds
 
 
-def ceiling(results: Sequence[SubjectResult], precision: str) -> float | None:
-    """Tokens per second if a step were its GEMMs only, at the best rate that this machine has for them.
+def ceiling(results: Sequence[SubjectResult], subject: Subject) -> float | None:
+    """Tokens per second of `subject` if a step were its GEMMs only, at the best rate that this machine has for them.
 
-    BF16 and FP8 products are exact in FP32, so the faster of the two rates counts there. None if not measured.
+    BF16 and FP8 products are exact in FP32, so the faster of the two rates counts there. None for the GEMMs
+    themselves, and where they were not measured with as many threads in all.
     """
-    usable = ("fp32",) if precision == "fp32" else ("fp32", "bf16")
+    if subject.implementation == "gemm":
+        return None
+    usable = ("fp32",) if subject.precision == "fp32" else ("fp32", "bf16")
     rates = [
         result.tokens_per_second
         for result in results
-        if result.subject.implementation == "gemm" and result.subject.precision in usable
+        if result.subject.implementation == "gemm"
+        and result.subject.precision in usable
+        and result.subject.num_threads == subject.num_processes * subject.num_threads
     ]
     return max(rates, default=None)
