@@ -17,15 +17,18 @@ from pydantic.fields import FieldInfo
 
 from megatron_fp8.config.schema import Config
 
-Kind = Literal["int", "float", "bool", "str", "choice", "strings"]
+Kind = Literal["int", "float", "bool", "str", "choice", "strings", "ints", "bools"]
 
 _KIND_OF_TYPE: dict[Any, Kind] = {int: "int", float: "float", bool: "bool", str: "str"}
+_KIND_OF_ITEMS: dict[Any, Kind] = {str: "strings", int: "ints", bool: "bools"}
 _TEXT_OF_KIND = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
     "str": "text",
     "strings": "a list of texts",
+    "ints": "a list of whole numbers",
+    "bools": "a list of true or false",
 }
 _WITHIN = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
 _TEXT_OF_BOUND = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -33,7 +36,10 @@ _TEXT_OF_BOUND = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """One config key; `choices` are those of `kind` "choice", `bounds` are pydantic's ge, gt, le, lt."""
+    """One config key; `choices` are those of `kind` "choice", `bounds` are pydantic's ge, gt, le, lt.
+
+    `length`: how many items a list must have; None: any number.
+    """
 
     key: str
     kind: Kind
@@ -41,6 +47,7 @@ class FieldSpec:
     choices: tuple[Any, ...]
     bounds: tuple[tuple[str, float], ...]
     pattern: str | None
+    length: int | None
     required: bool
     default: Any
     doc: str
@@ -61,6 +68,8 @@ class FieldSpec:
             return self.optional
         if self.choices:
             return value in self.choices
+        if self.length is not None:
+            return len(value) == self.length
         return all(_WITHIN[name](value, limit) for name, limit in self.bounds)
 
     @property
@@ -73,6 +82,8 @@ class FieldSpec:
         limits = [f"{_TEXT_OF_BOUND[name]} {limit:g}" for name, limit in self.bounds]
         if limits:
             text += f", {' and '.join(limits)}"
+        if self.length is not None:
+            text += f", {self.length} of them"
         if self.pattern:
             text += f", matching {self.pattern}"
         return f"{text}, or null" if self.optional else text
@@ -113,6 +124,7 @@ def _field_spec(key: str, field: FieldInfo) -> FieldSpec:
         choices=choices,
         bounds=bounds,
         pattern=patterns[0] if patterns else None,
+        length=next((length for item in field.metadata if (length := getattr(item, "max_length", None))), None),
         required=field.is_required(),
         default=None if field.is_required() else field.get_default(call_default_factory=True),
         doc=" ".join((field.description or "").split()),
@@ -133,8 +145,8 @@ def _kind_of(key: str, annotation: Any) -> tuple[Kind, bool, tuple[Any, ...]]:
             return kind, True, choices
     if origin is Literal:
         return "choice", False, get_args(annotation)
-    if origin is list and get_args(annotation) == (str,):
-        return "strings", False, ()
+    if origin is list and get_args(annotation)[0] in _KIND_OF_ITEMS:
+        return _KIND_OF_ITEMS[get_args(annotation)[0]], False, ()
     if annotation in _KIND_OF_TYPE:
         return _KIND_OF_TYPE[annotation], False, ()
     raise TypeError(f"config key {key} has the type {annotation}, which config/fields.py cannot read")

@@ -1,4 +1,4 @@
-"""Owns the `model` and `precision` sections of the config: every field, its unit and its range.
+"""Owns the `model` section of the config: every field, its unit and its range.
 
 Knows nothing of other sections; what must hold between fields is in `config/check.py`. Imports no torch.
 """
@@ -61,23 +61,3 @@ class ModelConfig(Section):
     """`full`: keep only each layer's input and compute the layer again in the backward pass."""
     recompute_num_layers: int | None = Field(default=None, ge=0)
     """With `full`: how many layers of each pipeline stage's chunk are recomputed; null: all."""
-
-
-class PrecisionConfig(Section):
-    """Number formats. Masters, gradients, reductions and optimizer state are FP32 in every mode."""
-
-    mode: Literal["fp32", "bf16", "fp8"] = "bf16"
-    """Format of the blocks' GEMMs: fp32, bf16, or fp8 (BF16 elsewhere)."""
-    fp8_recipe: Literal["delayed"] = "delayed"
-    """How FP8 scales are chosen; `delayed`: from the history of earlier steps' amaxes."""
-    fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
-    """hybrid: E4M3 in the forward, E5M2 in the backward pass; e4m3: E4M3 in both."""
-    fp8_margin: int = Field(default=0, ge=0)
-    """Head-room of the scale, in powers of two."""
-    fp8_amax_history_len: int = Field(default=1024, ge=1)
-    """Steps of amax history that the scale is computed from."""
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
-    """The history's maximum, or its newest entry."""
-    amax_reduction: Literal["auto", "data_parallel", "tensor_and_data_parallel", "off"] = "auto"
-    """Ranks whose amaxes are reduced (maximum). auto: data-parallel (with context-parallel), plus
-    tensor-parallel when its size is above 1."""

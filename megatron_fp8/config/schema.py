@@ -9,7 +9,8 @@ from typing import Literal
 from pydantic import Field
 
 from megatron_fp8.config.base import Section
-from megatron_fp8.config.model import ModelConfig, PrecisionConfig
+from megatron_fp8.config.model import ModelConfig
+from megatron_fp8.config.precision import PrecisionConfig
 
 __all__ = [
     "Config",

@@ -38,8 +38,8 @@ def to_value(node: yaml.Node, spec: FieldSpec) -> Any:
         if spec.optional:
             return None
         raise ValueMismatchError("a value is needed, null is not one")
-    if spec.kind == "strings":
-        return _to_strings(node)
+    if spec.kind in _ITEM_READERS:
+        return [_ITEM_READERS[spec.kind](text, spec) for text in _to_strings(node)]
     if not isinstance(node, yaml.ScalarNode):
         form = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
         raise ValueMismatchError(f"one value is needed, not {form}")
@@ -109,6 +109,7 @@ def _to_choice(text: str, spec: FieldSpec) -> Any:
     raise ValueMismatchError(f"not one of {', '.join(str(choice) for choice in spec.choices)}")
 
 
+_ITEM_READERS = {"strings": _to_text, "ints": _to_integer, "bools": _to_bool}
 _SCALAR_READERS = {
     "str": _to_text,
     "int": _to_integer,

@@ -73,6 +73,8 @@ def build_model(
                 disable_bucketing=bool(spec.vp_stage) or config.parallel.overlap_param_gather,
             )
         )
+    stages = [chunk.module for chunk in chunks]
+    precision.attach({stage.spec.first_layer + i: layer for stage in stages for i, layer in enumerate(stage.layers)})
     megatron_config.finalize_model_grads_func = finalize_model_grads
     if config.parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]

@@ -1,7 +1,7 @@
 """Owns one pipeline stage of the GPT model: what it computes, and what Megatron's schedules ask of a model.
 
 Must not know how stages are wired together, optimizers, or which number formats exist: the precision manager says
-where the blocks' region begins and ends.
+in which region each layer runs.
 """
 
 from dataclasses import dataclass
@@ -124,11 +124,13 @@ class GPTStage(MegatronModule):
         return self.input_tensor
 
     def _blocks(self, hidden: Tensor) -> Tensor:
-        # In evaluation the weights are quantised anew and the cache of the training step is left alone.
-        first = self.is_first_microbatch if self._precision.uses_fp8 and torch.is_grad_enabled() else None
         rope = self.rotary(self._factory.seq_length) if self.rotary is not None else None
-        with self._precision.blocks():
-            for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
+            number = self.spec.first_layer + index
+            # In evaluation the weights are quantised anew and the cache of the training step is left alone.
+            caches = self._precision.runs_in_fp8(number) and torch.is_grad_enabled()
+            first = self.is_first_microbatch if caches else None
+            with self._precision.region(number):
                 if index < self._recompute and torch.is_grad_enabled():
                     hidden = te.checkpoint(
                         layer,

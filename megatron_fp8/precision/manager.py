@@ -1,66 +1,72 @@
-"""Owns number formats at run time: which region computes in FP8, and when scales are updated.
+"""Owns number formats at run time: which layer computes in FP8, and when scales are updated.
 
-Scales are updated once per optimizer step, after the last micro-batch, and not (as Transformer Engine does by
+Scales are updated once per optimizer step, after the optimizer has stepped, and not (as Transformer Engine does by
 itself) at the end of every micro-batch: the amax of a step is then the maximum over all its micro-batches, however
-they are divided over ranks, and the parallel layout does not change the scales. Must not know models, configs or
-how ranks were started.
+they are divided over ranks, and the parallel layout does not change the scales. A step that was skipped leaves no
+trace in them. Must not know models, configs or how ranks were started.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import transformer_engine.pytorch as te
 from torch import nn
 from torch.distributed import ProcessGroup
-from transformer_engine.common.recipe import DelayedScaling, Format
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from megatron_fp8.precision.recipe import DelayedScalingPolicy, PrecisionPolicy
-from megatron_fp8.precision.state import scaling_states
-
-_TE_FORMATS = {"hybrid": Format.HYBRID, "e4m3": Format.E4M3}
-
-
-def te_recipe(policy: DelayedScalingPolicy, reduce_amax: bool) -> DelayedScaling:
-    """Transformer Engine's recipe for the policy."""
-    return DelayedScaling(
-        margin=policy.margin,
-        fp8_format=_TE_FORMATS[policy.fp8_format],
-        amax_history_len=policy.amax_history_len,
-        amax_compute_algo=policy.amax_compute_algo,
-        reduce_amax=reduce_amax,
-    )
+from megatron_fp8.precision.policy import PrecisionPolicy
+from megatron_fp8.precision.scaling import DelayedScales
+from megatron_fp8.precision.state import ScalingState, scaling_states
+from megatron_fp8.precision.te_modules import init_fp8_modules
+from megatron_fp8.precision.te_recipe import te_recipe
 
 
 class PrecisionManager:
     """Applies a `PrecisionPolicy` on this rank; `amax_group` None: amaxes are not reduced."""
 
-    def __init__(self, policy: PrecisionPolicy, amax_group: ProcessGroup | None) -> None:
+    def __init__(self, policy: PrecisionPolicy, amax_group: ProcessGroup | None, device: torch.device) -> None:
         self.policy = policy
         self.params_dtype: torch.dtype = getattr(torch, policy.params_dtype)
         self._amax_group = amax_group
+        self._layers: dict[int, nn.Module] = {}
+        self._fallen_back: frozenset[int] = frozenset()
         self._recipe = None
-        if policy.delayed is not None:
-            self._recipe = te_recipe(policy.delayed, reduce_amax=amax_group is not None)
+        self._scales = DelayedScales(policy.fp8.interval if policy.fp8 is not None else 1)
+        if policy.fp8 is not None:
+            compute_scale = self._scales.compute if policy.fp8.interval > 1 else None
+            self._recipe = te_recipe(policy.fp8, amax_group is not None, device, compute_scale)
 
-    @property
-    def uses_fp8(self) -> bool:
-        """Whether the blocks' GEMMs run in FP8."""
-        return self._recipe is not None
+    def runs_in_fp8(self, layer: int) -> bool:
+        """Whether the GEMMs of the layer with this global number run in FP8 at present."""
+        fp8 = self.policy.fp8
+        return fp8 is not None and layer not in fp8.bf16_layers and layer not in self._fallen_back
 
-    def blocks(self) -> AbstractContextManager[object]:
-        """The region of the transformer blocks; embedding, final norm and head stay outside."""
+    def region(self, layer: int) -> AbstractContextManager[object]:
+        """The region in which the layer with this global number runs; everything else stays outside of all."""
         if self._recipe is None:
             return nullcontext()
+        if not self.runs_in_fp8(layer):
+            return te.autocast(enabled=False)
         return te.autocast(enabled=True, recipe=self._recipe, amax_reduction_group=self._amax_group)
+
+    def attach(self, layers: Mapping[int, nn.Module]) -> None:
+        """Take charge of this rank's layers, by global number; their FP8 state exists from here on."""
+        self._layers = dict(layers)
+        fp8 = self.policy.fp8
+        for number, layer in self._layers.items():
+            if fp8 is not None and self.runs_in_fp8(number):
+                with self.region(number):
+                    init_fp8_modules(layer, fp8)
+
+    def scaling_states(self) -> Iterator[ScalingState]:
+        """Delayed-scaling state of this rank's layers, by the whole model's names."""
+        for number, layer in self._layers.items():
+            yield from scaling_states(layer, f"layers.{number}.")
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
-        """The forward and backward passes of one optimizer step; scales are updated when it ends.
-
-        After an exception nothing is updated.
-        """
+        """The forward and backward passes of one optimizer step; `finish_step` comes after the optimizer's."""
         if self._recipe is None:
             yield
             return
@@ -69,17 +75,22 @@ class PrecisionManager:
             # taking the first module's mark leaves its backward pass without one too.
             FP8GlobalStateManager.is_first_fp8_module()
             yield
-        FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
-        FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+
+    def finish_step(self, skipped: bool) -> None:
+        """Update the scales from the step's amaxes, or forget these when the optimizer skipped the step.
+
+        Collective over the amax group.
+        """
+        if self._recipe is None:
+            return
+        running = [state.amax_history[0] for state in self.scaling_states()]
+        self._scales.finish_step(running, skipped)
 
     @contextmanager
-    def evaluation(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
+    def evaluation(self) -> Iterator[None]:
         """Forward passes that leave the scaling state as it was; gradients are off inside."""
-        before = {s.name: s.amax_history[0].clone() for chunk in chunks for s in scaling_states(chunk)}
+        before = [(state, state.amax_history[0].clone()) for state in self.scaling_states()]
         with torch.no_grad():
             yield
-        for chunk in chunks:
-            for state in scaling_states(chunk):
-                # A module that ran for the first time has seen no training step: its running amax is 0.
-                row = state.amax_history[0]
-                row.copy_(before[state.name]) if state.name in before else row.zero_()
+        for state, running in before:
+            state.amax_history[0].copy_(running)

@@ -23,8 +23,8 @@ class ScalingState:
     amax_history: torch.Tensor
 
 
-def scaling_states(module: nn.Module) -> Iterator[ScalingState]:
-    """Every delayed-scaling state below `module`, in the order of its modules."""
+def scaling_states(module: nn.Module, prefix: str = "") -> Iterator[ScalingState]:
+    """Every delayed-scaling state below `module`, in the order of its modules; `prefix` goes before their names."""
     for name, child in module.named_modules():
         meta = getattr(child, "fp8_meta", None)
         if meta is None:
@@ -32,4 +32,4 @@ def scaling_states(module: nn.Module) -> Iterator[ScalingState]:
         for direction in _DIRECTIONS:
             state = meta.get(direction)
             if state is not None and getattr(state, "amax_history", None) is not None:
-                yield ScalingState(f"{name}.{direction}", state.scale, state.amax_history)
+                yield ScalingState(f"{prefix}{name}.{direction}", state.scale, state.amax_history)

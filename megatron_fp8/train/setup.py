@@ -10,7 +10,7 @@ from megatron_fp8.model.build import build_model
 from megatron_fp8.optim.build import build_optimizer, build_schedule
 from megatron_fp8.parallel.groups import amax_group, build_groups, seed_ranks
 from megatron_fp8.precision.manager import PrecisionManager
-from megatron_fp8.precision.recipe import build_policy
+from megatron_fp8.precision.policy import build_policy
 from megatron_fp8.report.record import Recorder
 from megatron_fp8.train.loop import TrainingParts
 from megatron_fp8.train.step import Stepper
@@ -20,7 +20,10 @@ def build_parts(config: Config, layout: Layout, vocab_size: int, device: Device,
     """Build this rank's share; collective over all ranks, the process group must be running."""
     groups = build_groups(config.parallel)
     seed_ranks(config.training.seed, groups)
-    precision = PrecisionManager(build_policy(config.precision), amax_group(config.precision.amax_reduction, groups))
+    policy = build_policy(config.precision, config.model.num_layers)
+    precision = PrecisionManager(
+        policy, amax_group(config.precision.amax_reduction, groups), device.torch_device
+    )
     chunks = build_model(config, layout, vocab_size, groups, precision, device.torch_device)
     optimizer = build_optimizer(config, chunks, precision.params_dtype)
     return TrainingParts(

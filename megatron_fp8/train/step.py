@@ -3,6 +3,7 @@
 Must not know where batches come from, what is written, or how long training lasts.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -98,14 +99,17 @@ class Stepper:
         optimizer.zero_grad()
         with self._precision.training_step():
             loss = self._forward_backward(iterators, shape, forward_only=False)
-        _, grad_norm, _ = optimizer.step()
-        return StepResult(loss, float(grad_norm))
+        succeeded, grad_norm, _ = optimizer.step()
+        # An overflow under a loss scale has no norm.
+        norm = float("nan") if grad_norm is None else float(grad_norm)
+        self._precision.finish_step(skipped=not succeeded or not math.isfinite(norm))
+        return StepResult(loss, norm)
 
     def evaluate(self, iterators: Sequence[Iterator[MicroBatch]], shape: BatchShape) -> LossSum:
         """Loss over one global batch; training state, FP8 histories included, is left as it was."""
         for chunk in self._chunks:
             chunk.eval()
-        with self._precision.evaluation(self._chunks):
+        with self._precision.evaluation():
             loss = self._forward_backward(iterators, shape, forward_only=True)
         for chunk in self._chunks:
             chunk.train()

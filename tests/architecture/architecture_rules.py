@@ -11,7 +11,7 @@ from source_tree import PACKAGE, Module, project_imports
 # From the bottom up: a module may import what is on its own layer or below. The longest name that fits counts.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (f"{PACKAGE}.config",),
-    (f"{PACKAGE}.precision.recipe", f"{PACKAGE}.train.state", f"{PACKAGE}.planner"),
+    (f"{PACKAGE}.precision.policy", f"{PACKAGE}.precision.chart", f"{PACKAGE}.train.state", f"{PACKAGE}.planner"),
     (f"{PACKAGE}.device", f"{PACKAGE}.parallel", f"{PACKAGE}.cpu"),
     tuple(f"{PACKAGE}.{part}" for part in ("precision", "model.sharding", "data", "optim", "report", "faults")),
     (f"{PACKAGE}.model", f"{PACKAGE}.checkpoint"),

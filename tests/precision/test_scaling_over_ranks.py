@@ -99,15 +99,17 @@ def amaxes_on_four_ranks() -> list[float]:
 
     from megatron_fp8.parallel.groups import amax_group, build_groups
     from megatron_fp8.precision.manager import PrecisionManager
-    from megatron_fp8.precision.recipe import build_policy
+    from megatron_fp8.precision.policy import build_policy
     from megatron_fp8.precision.state import scaling_states
 
     config = fp8_config(tp=2)
     groups = build_groups(config.parallel)
-    manager = PrecisionManager(build_policy(config.precision), amax_group("auto", groups))
+    manager = PrecisionManager(build_policy(config.precision, 4), amax_group("auto", groups), torch.device("cpu"))
     linear = small_linear()
-    with manager.training_step(), manager.blocks():
+    manager.attach({0: linear})
+    with manager.training_step(), manager.region(0):
         linear(torch.full((16, 16), 2.0**groups.rank, dtype=torch.bfloat16))
+    manager.finish_step(skipped=False)
     forward = next(scaling_states(linear))
     parallel_state.destroy_model_parallel()
     return [float(forward.scale[0]), float(forward.amax_history[-1, 0])]
@@ -127,18 +129,20 @@ def test_the_largest_amax_of_all_ranks_counts() -> None:
 def micro_batches_of_one_step() -> list[float]:
     """Amaxes 3, 9, 2 in three micro-batches of one step: scales during the step, then history and scale."""
     from megatron_fp8.precision.manager import PrecisionManager
-    from megatron_fp8.precision.recipe import build_policy
+    from megatron_fp8.precision.policy import build_policy
     from megatron_fp8.precision.state import scaling_states
 
-    manager = PrecisionManager(build_policy(fp8_config().precision), None)
+    manager = PrecisionManager(build_policy(fp8_config().precision, 4), None, torch.device("cpu"))
     linear = small_linear()
+    manager.attach({0: linear})
     seen = []
     with manager.training_step():
         for amax in (3.0, 9.0, 2.0):
-            with manager.blocks():
+            with manager.region(0):
                 output = linear(torch.full((16, 16), amax, dtype=torch.bfloat16, requires_grad=True))
             output.sum().backward()
             seen.append(float(next(scaling_states(linear)).scale[0]))
+    manager.finish_step(skipped=False)
     forward, backward = scaling_states(linear)
     assert float(backward.amax_history[-1, 0]) == 1.0
     return [*seen, float(forward.amax_history[-1, 0]), float(forward.scale[0])]

@@ -1,0 +1,90 @@
+"""Owns the `precision` section of the config: every number format of a run, and what watches over FP8.
+
+Knows nothing of other sections; what must hold between fields is in `config/rules_precision.py`. Imports no torch.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_fp8.config.base import Section
+
+MomentFormat = Literal["fp32", "fp16", "bf16", "fp8"]
+
+
+class PrecisionConfig(Section):
+    """Number formats: of the GEMMs, the masters and moments, and how FP8 scales are found and watched."""
+
+    mode: Literal["fp32", "fp16", "bf16", "fp8"] = "bf16"
+    """Format of the blocks' GEMMs: fp32, fp16 (with loss scaling), bf16, or fp8 (BF16 elsewhere)."""
+    from_accelerate: str | None = None
+    """Path of a Hugging Face Accelerate YAML whose `fp8_config` gives this section's defaults."""
+
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    """How FP8 scales are found. delayed: from the history of earlier steps' amaxes; tensorwise: from each tensor's
+    own amax; blockwise: one per 1x128 (activations, gradients) or 128x128 (weights) block; mxfp8: one power of two
+    per 32 elements."""
+    fp8_format: Literal["hybrid", "e4m3"] | None = None
+    """hybrid: E4M3 in the forward, E5M2 in the backward pass; e4m3: E4M3 in both. null: hybrid with delayed and
+    tensorwise, e4m3 with blockwise and mxfp8."""
+    fp8_margin: int = Field(default=0, ge=0, le=16)
+    """Head-room of a delayed scale, in powers of two."""
+    fp8_interval: int = Field(default=1, ge=1)
+    """Optimizer steps between two computations of the delayed scales; histories move on every step."""
+    fp8_amax_history_len: int = Field(default=1024, ge=1)
+    """Steps of amax history that a delayed scale is computed from."""
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """The history's maximum, or its newest entry."""
+    amax_reduction: Literal["auto", "data_parallel", "tensor_and_data_parallel", "off"] = "auto"
+    """Ranks whose amaxes are reduced (maximum). auto: data-parallel (with context-parallel), plus
+    tensor-parallel when its size is above 1."""
+    override_linear_precision: list[bool] = Field(default_factory=lambda: [False] * 3, min_length=3, max_length=3)
+    """Which GEMMs of the FP8 layers run in BF16 all the same: [fprop, dgrad, wgrad]."""
+    fp8_param_gather: bool = False
+    """Keep the FP8 layers' weights in FP8 only (masters in FP32), and gather updated weights as FP8 bytes."""
+
+    first_last_layers_bf16: bool = False
+    """Run the first and the last transformer layers of the whole model in BF16."""
+    num_layers_at_start_in_bf16: int = Field(default=1, ge=0)
+    """Layers at the start that first_last_layers_bf16 means."""
+    num_layers_at_end_in_bf16: int = Field(default=1, ge=0)
+    """Layers at the end that first_last_layers_bf16 means."""
+    bf16_layers: list[int] = Field(default_factory=list)
+    """Further transformer layers that run in BF16: numbers over the whole model, from 0."""
+
+    main_params_dtype: Literal["fp32", "fp16"] = "fp32"
+    """Format of the master weights."""
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format of the gradients that the optimizer reads."""
+    exp_avg_dtype: MomentFormat = "fp32"
+    """Format of Adam's first moment."""
+    exp_avg_sq_dtype: MomentFormat = "fp32"
+    """Format of Adam's second moment."""
+
+    loss_scale: float | None = Field(default=None, gt=0)
+    """Constant loss scale for fp16; null: dynamic."""
+    initial_loss_scale: float = Field(default=2.0**32, gt=0)
+    """Dynamic loss scale of the first step."""
+    min_loss_scale: float = Field(default=1.0, gt=0)
+    """The dynamic loss scale never gets lower."""
+    loss_scale_window: int = Field(default=1000, ge=1)
+    """Steps without overflow after which the dynamic loss scale doubles."""
+    hysteresis: int = Field(default=2, ge=1)
+    """Overflows that the dynamic loss scale bears before it halves."""
+
+    fp8_health_interval: int = Field(default=100, ge=0)
+    """Optimizer steps between checks of the FP8 tensors' data (share clipped, share flushed to zero, relative
+    error); 0: never."""
+    fp8_fallback: bool = False
+    """Run a layer in BF16 from then on when fp8_fallback_num_checks checks in a row find a tensor of it over a
+    limit."""
+    fp8_fallback_num_checks: int = Field(default=3, ge=1)
+    """Checks in a row over a limit before a layer falls back."""
+    fp8_fallback_num_healthy_checks: int = Field(default=0, ge=0)
+    """Healthy checks in a row (of what FP8 would do) after which a layer returns to FP8; 0: never."""
+    fp8_fallback_max_clipped: float = Field(default=0.001, ge=0, le=1)
+    """Limit of the share of elements that are clipped at the format's largest value."""
+    fp8_fallback_max_flushed: float = Field(default=0.5, ge=0, le=1)
+    """Limit of the share of non-zero elements that become zero."""
+    fp8_fallback_max_error: float = Field(default=0.2, gt=0)
+    """Limit of the relative quantisation error, ||x - q(x)|| / ||x||."""

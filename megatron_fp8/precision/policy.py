@@ -1,0 +1,149 @@
+"""Owns the precision policy as plain data: what the config's `precision` section means. Imports no torch.
+
+The number formats of a whole run follow from it; whoever needs one asks here and not the config.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_fp8.config.precision import PrecisionConfig
+
+Fp8Format = Literal["hybrid", "e4m3"]
+Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+
+
+@dataclass(frozen=True)
+class GemmOverride:
+    """Which of a linear layer's three GEMMs run in the parameters' dtype although the layer runs in FP8."""
+
+    fprop: bool = False
+    dgrad: bool = False
+    wgrad: bool = False
+
+    def __bool__(self) -> bool:
+        return self.fprop or self.dgrad or self.wgrad
+
+
+@dataclass(frozen=True)
+class Fp8Policy:
+    """FP8 of the transformer layers.
+
+    `fp8_format`: `hybrid` (E4M3 forward, E5M2 backward) or `e4m3`. `margin` (head-room in powers of two), `interval`
+    and `amax_*` are those of delayed scaling. `bf16_layers`: layers of the whole model, from 0, that stay in BF16.
+    """
+
+    recipe: Fp8Recipe
+    fp8_format: Fp8Format
+    margin: int
+    interval: int
+    amax_history_len: int
+    amax_compute_algo: str
+    override: GemmOverride
+    param_gather: bool
+    bf16_layers: frozenset[int]
+
+
+@dataclass(frozen=True)
+class OptimizerFormats:
+    """Formats of what the optimizer keeps: fp32, fp16, bf16 or fp8."""
+
+    main_params: str
+    main_grads: str
+    exp_avg: str
+    exp_avg_sq: str
+
+    @property
+    def all_fp32(self) -> bool:
+        """Whether Megatron's ordinary optimizer will do."""
+        return {self.main_params, self.main_grads, self.exp_avg, self.exp_avg_sq} == {"fp32"}
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """FP16's loss scale: `constant`, or None for a dynamic one (Megatron's `DynamicGradScaler`)."""
+
+    constant: float | None
+    initial: float
+    minimum: float
+    growth_interval: int
+    hysteresis: int
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """Formats of the run.
+
+    `params_dtype`: name of the torch dtype of parameters and of the residual stream. `fp8` and `loss_scaling` are
+    None where the mode has none.
+    """
+
+    mode: str
+    params_dtype: str
+    fp8: Fp8Policy | None
+    optimizer: OptimizerFormats
+    loss_scaling: LossScaling | None
+
+
+_PARAMS_DTYPE = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
+
+
+def build_policy(config: PrecisionConfig, num_layers: int) -> PrecisionPolicy:
+    """The policy that the config asks for, of a model with `num_layers` layers."""
+    return PrecisionPolicy(
+        mode=config.mode,
+        params_dtype=_PARAMS_DTYPE[config.mode],
+        fp8=_fp8_policy(config, num_layers) if config.mode == "fp8" else None,
+        optimizer=OptimizerFormats(
+            main_params=config.main_params_dtype,
+            main_grads=config.main_grads_dtype,
+            exp_avg=config.exp_avg_dtype,
+            exp_avg_sq=config.exp_avg_sq_dtype,
+        ),
+        loss_scaling=_loss_scaling(config) if config.mode == "fp16" else None,
+    )
+
+
+def resolved_fp8_format(config: PrecisionConfig) -> Fp8Format:
+    """`fp8_format`, or what the recipe has by default: blocks and MXFP8 are defined with E4M3 alone."""
+    if config.fp8_format is not None:
+        return config.fp8_format
+    return "hybrid" if config.fp8_recipe in ("delayed", "tensorwise") else "e4m3"
+
+
+def layers_in_bf16(config: PrecisionConfig, num_layers: int) -> frozenset[int]:
+    """Layers of the whole model, from 0, that the config keeps out of FP8."""
+    layers = set(config.bf16_layers)
+    if config.first_last_layers_bf16:
+        layers.update(range(config.num_layers_at_start_in_bf16))
+        layers.update(range(num_layers - config.num_layers_at_end_in_bf16, num_layers))
+    return frozenset(layers)
+
+
+def _fp8_policy(config: PrecisionConfig, num_layers: int) -> Fp8Policy:
+    return Fp8Policy(
+        recipe=config.fp8_recipe,
+        fp8_format=resolved_fp8_format(config),
+        margin=config.fp8_margin,
+        interval=config.fp8_interval,
+        amax_history_len=config.fp8_amax_history_len,
+        amax_compute_algo=config.fp8_amax_compute_algo,
+        override=_gemm_override(config.override_linear_precision),
+        param_gather=config.fp8_param_gather,
+        bf16_layers=layers_in_bf16(config, num_layers),
+    )
+
+
+def _gemm_override(flags: Sequence[bool]) -> GemmOverride:
+    fprop, dgrad, wgrad = flags
+    return GemmOverride(fprop, dgrad, wgrad)
+
+
+def _loss_scaling(config: PrecisionConfig) -> LossScaling:
+    return LossScaling(
+        constant=config.loss_scale,
+        initial=config.initial_loss_scale,
+        minimum=config.min_loss_scale,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
