@@ -28,10 +28,14 @@ SUGGESTION = re.compile(r"(?:^| )(?:([a-z_]+\.[a-z0-9_]+)=([^ ;]+)|(\d+) ranks)(
 
 
 def integer_range(spec: FieldSpec) -> tuple[int, int]:
-    """The integers that the schema allows; it has no other bounds for them than `ge`."""
+    """The integers that the schema allows; it has no other bounds for them than `ge` and `le`."""
     bounds = dict(spec.bounds)
-    assert set(bounds) <= {"ge"}
-    return int(bounds.get("ge", -3)), 2**62
+    assert set(bounds) <= {"ge", "le"}
+    return int(bounds.get("ge", -3)), int(bounds.get("le", 2**62))
+
+
+# Items of a list by its kind.
+ITEMS = {"strings": TEXT, "ints": st.integers(-(2**62), 2**62), "bools": st.booleans()}
 
 
 def values_of(spec: FieldSpec) -> st.SearchStrategy[Any]:
@@ -48,8 +52,8 @@ def values_of(spec: FieldSpec) -> st.SearchStrategy[Any]:
         values = st.floats(
             least, most, exclude_min="gt" in bounds, exclude_max="lt" in bounds, allow_nan=False, allow_infinity=False
         )
-    elif spec.kind == "strings":
-        values = st.lists(TEXT, max_size=4)
+    elif spec.kind in ITEMS:
+        values = st.lists(ITEMS[spec.kind], min_size=spec.length or 0, max_size=spec.length or 4)
     else:
         values = st.from_regex(spec.pattern, fullmatch=True) if spec.pattern else TEXT
     return values | st.none() if spec.optional else values
