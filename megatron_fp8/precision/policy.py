@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_fp8.config.formats import layers_in_bf16, resolved_fp8_format
 from megatron_fp8.config.precision import PrecisionConfig
 
 Fp8Format = Literal["hybrid", "e4m3"]
@@ -26,6 +27,24 @@ class GemmOverride:
 
 
 @dataclass(frozen=True)
+class HealthPolicy:
+    """How FP8 tensors are watched.
+
+    `interval`: steps between checks of their data; 0: never. `fallback`: whether a layer leaves FP8 after
+    `num_checks` checks in a row with a tensor over one of the limits (see `tensor_health.TensorHealth`), and returns
+    after `num_healthy_checks` (0: never).
+    """
+
+    interval: int
+    fallback: bool
+    num_checks: int
+    num_healthy_checks: int
+    max_clipped: float
+    max_flushed: float
+    max_error: float
+
+
+@dataclass(frozen=True)
 class Fp8Policy:
     """FP8 of the transformer layers.
 
@@ -42,6 +61,7 @@ class Fp8Policy:
     override: GemmOverride
     param_gather: bool
     bf16_layers: frozenset[int]
+    health: HealthPolicy
 
 
 @dataclass(frozen=True)
@@ -104,22 +124,6 @@ def build_policy(config: PrecisionConfig, num_layers: int) -> PrecisionPolicy:
     )
 
 
-def resolved_fp8_format(config: PrecisionConfig) -> Fp8Format:
-    """`fp8_format`, or what the recipe has by default: blocks and MXFP8 are defined with E4M3 alone."""
-    if config.fp8_format is not None:
-        return config.fp8_format
-    return "hybrid" if config.fp8_recipe in ("delayed", "tensorwise") else "e4m3"
-
-
-def layers_in_bf16(config: PrecisionConfig, num_layers: int) -> frozenset[int]:
-    """Layers of the whole model, from 0, that the config keeps out of FP8."""
-    layers = set(config.bf16_layers)
-    if config.first_last_layers_bf16:
-        layers.update(range(config.num_layers_at_start_in_bf16))
-        layers.update(range(num_layers - config.num_layers_at_end_in_bf16, num_layers))
-    return frozenset(layers)
-
-
 def _fp8_policy(config: PrecisionConfig, num_layers: int) -> Fp8Policy:
     return Fp8Policy(
         recipe=config.fp8_recipe,
@@ -131,6 +135,19 @@ def _fp8_policy(config: PrecisionConfig, num_layers: int) -> Fp8Policy:
         override=_gemm_override(config.override_linear_precision),
         param_gather=config.fp8_param_gather,
         bf16_layers=layers_in_bf16(config, num_layers),
+        health=_health_policy(config),
+    )
+
+
+def _health_policy(config: PrecisionConfig) -> HealthPolicy:
+    return HealthPolicy(
+        interval=config.fp8_health_interval,
+        fallback=config.fp8_fallback,
+        num_checks=config.fp8_fallback_num_checks,
+        num_healthy_checks=config.fp8_fallback_num_healthy_checks,
+        max_clipped=config.fp8_fallback_max_clipped,
+        max_flushed=config.fp8_fallback_max_flushed,
+        max_error=config.fp8_fallback_max_error,
     )
 
 
