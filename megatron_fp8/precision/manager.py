@@ -11,24 +11,30 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import transformer_engine.pytorch as te
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megatron_fp8.precision.policy import PrecisionPolicy
 from megatron_fp8.precision.scaling import DelayedScales
-from megatron_fp8.precision.state import ScalingState, scaling_states
+from megatron_fp8.precision.state import ScaleUnits, ScalingState, capture, restore, scaling_states
 from megatron_fp8.precision.te_modules import init_fp8_modules
-from megatron_fp8.precision.te_recipe import te_recipe
+from megatron_fp8.precision.te_recipe import te_format, te_recipe
 
 
 class PrecisionManager:
-    """Applies a `PrecisionPolicy` on this rank; `amax_group` None: amaxes are not reduced."""
+    """Applies a `PrecisionPolicy` on this rank.
 
-    def __init__(self, policy: PrecisionPolicy, amax_group: ProcessGroup | None, device: torch.device) -> None:
+    `amax_group` None: amaxes are not reduced, every rank has scales of its own, saved under the name `rank_name`.
+    """
+
+    def __init__(
+        self, policy: PrecisionPolicy, amax_group: ProcessGroup | None, device: torch.device, rank_name: str = ""
+    ) -> None:
         self.policy = policy
         self.params_dtype: torch.dtype = getattr(torch, policy.params_dtype)
         self._amax_group = amax_group
+        self._owner = rank_name if amax_group is None else None
         self._layers: dict[int, nn.Module] = {}
         self._fallen_back: frozenset[int] = frozenset()
         self._recipe = None
@@ -63,6 +69,35 @@ class PrecisionManager:
         """Delayed-scaling state of this rank's layers, by the whole model's names."""
         for number, layer in self._layers.items():
             yield from scaling_states(layer, f"layers.{number}.")
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's scaling state as copies by name; the union over all ranks is the job's."""
+        if self._recipe is None:
+            return {}
+        saved = capture(self.scaling_states(), self._units, self._owner)
+        return {**saved, "num_updates": torch.tensor(self._scales.num_updates)}
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> list[str]:
+        """Take over the state of a job in any layout, the union of its ranks' `state_dict`s.
+
+        Returns what could not be carried over as it was, in words; empty: everything.
+        """
+        if self._recipe is None:
+            return ["the FP8 scaling state is not used: this run has no FP8"] if saved else []
+        if not saved:
+            return ["no FP8 scaling state was saved: all scales start anew"]
+        self._scales.num_updates = int(saved["num_updates"])
+        notes = restore(self.scaling_states(), saved, self._units, self._owner)
+        for number in self._layers:
+            if not self.runs_in_fp8(number) and any(name.startswith(f"layers.{number}.") for name in saved):
+                notes.append(f"layers.{number} runs in BF16 here: its scaling state is not used")
+        return notes
+
+    @property
+    def _units(self) -> ScaleUnits:
+        assert self.policy.fp8 is not None
+        maxima = te_format(self.policy.fp8).value
+        return ScaleUnits(maxima.max_fwd, maxima.max_bwd, self.policy.fp8.margin)
 
     @contextmanager
     def training_step(self) -> Iterator[None]:

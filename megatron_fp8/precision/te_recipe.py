@@ -21,8 +21,8 @@ from transformer_engine.common.recipe import (
     Recipe,
 )
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.quantization import DelayedScalingRequest, QuantizerRequest, QuantizerRole
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.quantization import DelayedScalingRequest, QuantizerRequest, QuantizerRole
 from transformer_engine.pytorch.quantized_tensor import Quantizer
 
 from megatron_fp8.precision.policy import Fp8Policy, GemmOverride
@@ -30,17 +30,20 @@ from megatron_fp8.precision.policy import Fp8Policy, GemmOverride
 # Called with (amax, old scale, largest FP8 value, recipe); returns the new scale.
 ScaleFunction = Callable[[Tensor, Tensor, float, Recipe], Tensor]
 _TE_FORMATS = {"hybrid": Format.HYBRID, "e4m3": Format.E4M3}
-
-
 # The GEMM that reads an operand's rows, and the one that reads its columns.
 _GEMMS_OF_OPERAND = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
+
+
+def te_format(policy: Fp8Policy) -> Format:
+    """Transformer Engine's name for the policy's formats; its value holds their largest numbers."""
+    return _TE_FORMATS[policy.fp8_format]
 
 
 def te_recipe(
     policy: Fp8Policy, reduce_amax: bool, device: torch.device, compute_scale: ScaleFunction | None = None
 ) -> Recipe:
     """Transformer Engine's recipe for the policy; `compute_scale` replaces delayed scaling's formula."""
-    fp8_format = _TE_FORMATS[policy.fp8_format]
+    fp8_format = te_format(policy)
     if policy.override:
         return CustomRecipe(
             qfactory=_overriding_factory(policy, reduce_amax, device, compute_scale), fp8_format=fp8_format
@@ -78,7 +81,7 @@ def _overriding_factory(
 ) -> Callable[[QuantizerRole | None], Quantizer | QuantizerRequest]:
     """What a `CustomRecipe` calls for each operand of each linear layer."""
     delayed = DelayedScalingRequest(
-        fp8_format=_TE_FORMATS[policy.fp8_format],
+        fp8_format=te_format(policy),
         margin=policy.margin,
         amax_history_len=policy.amax_history_len,
         amax_compute_algo=policy.amax_compute_algo,

@@ -20,6 +20,8 @@ from megatron_fp8.data.sampler import BatchSampler
 from megatron_fp8.device import Device
 from megatron_fp8.faults.exit_codes import NonFiniteError
 from megatron_fp8.parallel.groups import ParallelGroups
+from megatron_fp8.precision.manager import PrecisionManager
+from megatron_fp8.precision.overflow import OverflowWatch
 from megatron_fp8.report.record import Recorder
 from megatron_fp8.train.pace import Pace
 from megatron_fp8.train.state import TrainState
@@ -37,6 +39,7 @@ class TrainingParts:
     chunks: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
+    precision: PrecisionManager
     stepper: Stepper
     recorder: Recorder
 
@@ -92,6 +95,8 @@ def train(parts: TrainingParts, datasets: Datasets, started: float) -> Validatio
     state = TrainState()
     first = last = _evaluate(parts, datasets, state)
     interval: list[StepResult] = []
+    loss_scaling = parts.precision.policy.loss_scaling
+    overflows = None if loss_scaling is None else OverflowWatch(loss_scaling)
     with parts.loader(datasets.train, datasets.num_train_samples) as loader:
         iterators = loader.iterators(len(parts.chunks))
         pace = Pace(training.train_iters, training.global_batch_size * parts.config.model.seq_length)
@@ -99,9 +104,10 @@ def train(parts: TrainingParts, datasets: Datasets, started: float) -> Validatio
         while state.iteration < training.train_iters:
             learning_rate = _learning_rate(parts.optimizer)
             result = parts.stepper.train(parts.optimizer, iterators, parts.batch_shape)
-            parts.schedule.step(1)
-            state = state.after_step(training.global_batch_size, parts.config.model.seq_length)
-            _require_finite(result, state.iteration)
+            if not result.skipped:
+                parts.schedule.step(1)
+            state = state.after_step(training.global_batch_size, parts.config.model.seq_length, result.skipped)
+            _require_progress(parts, overflows, result, state.iteration)
             interval.append(result)
             pace.step_done()
             if state.iteration % parts.config.logging.log_interval == 0 or state.iteration == training.train_iters:
@@ -150,15 +156,16 @@ def _record_interval(
     pace: Pace,
     data_wait_seconds: float,
 ) -> None:
-    loss = LossSum.total([result.loss for result in interval]).reduced_mean()
     timing = pace.take_interval()
     parts.recorder.write(
         "train",
         {
             "iteration": state.iteration,
-            "lm loss": loss,
+            "lm loss": _mean_loss(interval, state.iteration),
             "grad-norm": interval[-1].grad_norm,
             "learning-rate": learning_rate,
+            "skipped-iterations": state.skipped_iterations,
+            **_loss_scale(parts),
             "iteration-time": timing.seconds_per_step,
             "tokens-per-second": timing.tokens_per_second,
             "seconds-left": timing.seconds_left,
@@ -170,13 +177,45 @@ def _record_interval(
     )
 
 
-def _require_finite(result: StepResult, iteration: int) -> None:
-    """The norm is the same on all ranks and covers every gradient, so all of them stop at the same step."""
-    if not math.isfinite(result.grad_norm):
+def _loss_scale(parts: TrainingParts) -> dict[str, float]:
+    """The scale of the next step's loss, where the mode has one."""
+    if parts.precision.policy.loss_scaling is None:
+        return {}
+    return {"loss-scale": float(parts.optimizer.get_loss_scale())}
+
+
+def _mean_loss(interval: Sequence[StepResult], iteration: int) -> float | None:
+    """Mean loss over the steps that were not skipped, None without any; collective over all ranks."""
+    counted = [result.loss for result in interval if not result.skipped]
+    if not counted:
+        return None
+    mean = LossSum.total(counted).reduced_mean()
+    if not math.isfinite(mean):
+        # Gradients can be finite all the same: those of masked tokens are 0 whatever their loss is.
+        raise NonFiniteError(
+            f"lm loss is {mean} in the {len(interval)} iterations up to {iteration} although their gradients are "
+            "finite: the loss of a masked token is not, or all tokens are masked. Look at the data of these steps"
+        )
+    return mean
+
+
+def _require_progress(
+    parts: TrainingParts, overflows: OverflowWatch | None, result: StepResult, iteration: int
+) -> None:
+    """What is asked is the same on all ranks and covers every gradient, so all of them stop at the same step."""
+    if result.grad_norm is not None and not math.isfinite(result.grad_norm):
         raise NonFiniteError(
             f"grad-norm is {result.grad_norm} at iteration {iteration}: a loss or gradient is not finite. "
             "Lower optimizer.lr, lengthen optimizer.lr_warmup_iters, or look at the data of this step"
         )
+    if overflows is None:
+        return
+    if not result.skipped:
+        overflows.effective_step()
+        return
+    problem = overflows.skipped_step(float(parts.optimizer.get_loss_scale()))
+    if problem is not None:
+        raise NonFiniteError(f"stopped at iteration {iteration}: {problem}")
 
 
 def _learning_rate(optimizer: MegatronOptimizer) -> float:

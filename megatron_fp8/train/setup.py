@@ -22,10 +22,13 @@ def build_parts(config: Config, layout: Layout, vocab_size: int, device: Device,
     seed_ranks(config.training.seed, groups)
     policy = build_policy(config.precision, config.model.num_layers)
     precision = PrecisionManager(
-        policy, amax_group(config.precision.amax_reduction, groups), device.torch_device
+        policy,
+        amax_group(config.precision.amax_reduction, groups),
+        device.torch_device,
+        rank_name=f"tp{groups.tp.rank()}.dp{groups.dp.rank()}",
     )
     chunks = build_model(config, layout, vocab_size, groups, precision, device.torch_device)
-    optimizer = build_optimizer(config, chunks, precision.params_dtype)
+    optimizer = build_optimizer(config, chunks, precision.policy)
     return TrainingParts(
         config=config,
         layout=layout,
@@ -34,6 +37,7 @@ def build_parts(config: Config, layout: Layout, vocab_size: int, device: Device,
         chunks=chunks,
         optimizer=optimizer,
         schedule=build_schedule(config, optimizer),
+        precision=precision,
         stepper=Stepper(chunks, groups, precision, device.torch_device),
         recorder=recorder,
     )
