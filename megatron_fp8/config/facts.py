@@ -113,7 +113,8 @@ def to_problem(finding: Finding, facts: Facts, rules: Rules, origins: Mapping[st
 
 
 def _as_written(key: str, value: Any) -> str:
-    return f"{value} ranks" if key == WORLD_SIZE else f"{key}={show_value(value)}"
+    # Without spaces a list is one argument of a command line.
+    return f"{value} ranks" if key == WORLD_SIZE else f"{key}={show_value(value).replace(', ', ',')}"
 
 
 def _step_towards(finding: Finding, facts: Facts, rules: Rules) -> str | None:

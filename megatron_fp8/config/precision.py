@@ -23,7 +23,7 @@ class PrecisionConfig(Section):
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
     """How FP8 scales are found. delayed: from the history of earlier steps' amaxes; tensorwise: from each tensor's
     own amax; blockwise: one per 1x128 (activations, gradients) or 128x128 (weights) block; mxfp8: one power of two
-    per 32 elements."""
+    per 32 elements (on GPUs Blackwell or later)."""
     fp8_format: Literal["hybrid", "e4m3"] | None = None
     """hybrid: E4M3 in the forward, E5M2 in the backward pass; e4m3: E4M3 in both. null: hybrid with delayed and
     tensorwise, e4m3 with blockwise and mxfp8."""

@@ -1,42 +1,69 @@
-"""Owns what FP8 asks of a config: shapes that the GEMMs accept, and amaxes reduced over the right ranks.
+"""Owns what must hold between the keys of the `precision` section: formats, layers, scales, what watches over FP8.
 
-TE refuses an FP8 operand unless its last dimension is a multiple of 16 and the product of the others one of 8
-(`assert_dim_for_fp8_exec`), and it says so in the middle of a step. A layer's operands are input `[tokens, in]`
-and weight `[out, in]` in the forward pass, output gradient `[tokens, out]` and weight `[in, out]` in dgrad,
-output gradient `[out, tokens]` and input `[in, tokens]` in wgrad (FP8 tensor cores read both operands along
-the summed dimension). Imports no torch.
+Shapes are in `rules_precision_shapes.py`, masters and moments in `rules_precision_optimizer.py`. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_fp8.config.facts import Alternative, Facts, Finding, divisors, multiples
-from megatron_fp8.config.layout import LayoutError, head_size, mlp_size, qkv_rows, query_groups
-from megatron_fp8.config.rules_model import FFN, GROUPS, HEADS, HIDDEN, KV_CHANNELS, SEQ_LENGTH, TP
-from megatron_fp8.config.rules_parallel import MICRO_BATCH
+from megatron_fp8.config.facts import Alternative, Facts, Finding
+from megatron_fp8.config.formats import E4M3_ONLY, layers_in_bf16
+from megatron_fp8.config.rules_model import LAYERS, TP
+from megatron_fp8.config.rules_precision_optimizer import check_optimizer_formats
+from megatron_fp8.config.rules_precision_shapes import NOT_FP8, check_fp8_shapes
 
-LAST = 16
-OTHERS = 8
 AMAX_REDUCTION = "precision.amax_reduction"
-NOT_FP8 = Alternative("precision.mode", ["bf16"])
+RECIPE = "precision.fp8_recipe"
+OVERRIDE = "precision.override_linear_precision"
+BF16_LAYERS = "precision.bf16_layers"
+FIRST_LAST = "precision.first_last_layers_bf16"
+AT_START = "precision.num_layers_at_start_in_bf16"
+AT_END = "precision.num_layers_at_end_in_bf16"
+HEALTH_INTERVAL = "precision.fp8_health_interval"
+FALLBACK = "precision.fp8_fallback"
+INITIAL_SCALE = "precision.initial_loss_scale"
+MIN_SCALE = "precision.min_loss_scale"
 
 
 def check_precision(facts: Facts) -> Iterator[Finding]:
-    """Every mistake of the FP8 recipe and of FP8's shapes; none unless precision.mode is fp8."""
-    if facts.config.precision.mode != "fp8":
-        return
-    yield from _amax_reduction(facts)
-    yield from _tokens(facts)
-    yield from _hidden(facts)
-    yield from _attention(facts)
-    yield from _ffn(facts)
+    """Every mistake of the formats; FP8's keys and shapes count only where precision.mode is fp8."""
+    mode = facts.config.precision.mode
+    if mode == "fp8":
+        yield from _format(facts)
+        yield from _amax_reduction(facts)
+        yield from _layers(facts)
+        yield from _override(facts)
+        yield from _fallback(facts)
+        yield from check_fp8_shapes(facts)
+    if mode == "fp16":
+        yield from _loss_scale(facts)
+    yield from check_optimizer_formats(facts)
+
+
+def _format(facts: Facts) -> Iterator[Finding]:
+    precision = facts.config.precision
+    if precision.fp8_format == "hybrid" and precision.fp8_recipe in E4M3_ONLY:
+        yield Finding(
+            "FP8 format of the recipe",
+            "precision.fp8_format",
+            f"{RECIPE}={precision.fp8_recipe} has a scale for every small block, so E5M2's range is not needed: it is "
+            "defined with E4M3 in both passes",
+            (Alternative("precision.fp8_format", ["e4m3", None]), Alternative(RECIPE, ["tensorwise", "delayed"])),
+        )
 
 
 def _amax_reduction(facts: Facts) -> Iterator[Finding]:
+    """Only delayed scales come from reduced amaxes; TE finds those of the other recipes where it needs them.
+
+    `off` without sequence parallel is right: TP ranks quantise equal inputs alike, and exchange BF16. FP8 weights
+    gathered over data-parallel ranks are right too: TE reduces their amaxes when it casts the masters.
+    """
     precision, parallel = facts.config.precision, facts.config.parallel
     tp = parallel.tensor_model_parallel_size
-    if precision.amax_reduction == "data_parallel" and tp > 1:
+    if precision.fp8_recipe != "delayed" or tp == 1:
+        return
+    if precision.amax_reduction == "data_parallel":
         yield Finding(
             "amax group",
             AMAX_REDUCTION,
@@ -47,7 +74,7 @@ def _amax_reduction(facts: Facts) -> Iterator[Finding]:
                 Alternative(TP, [1]),
             ),
         )
-    if precision.amax_reduction == "off" and parallel.sequence_parallel and tp > 1:
+    if precision.amax_reduction == "off" and parallel.sequence_parallel:
         yield Finding(
             "amax group off",
             AMAX_REDUCTION,
@@ -57,91 +84,82 @@ def _amax_reduction(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _tokens(facts: Facts) -> Iterator[Finding]:
-    config = facts.config
-    seq_length, micro = config.model.seq_length, config.training.micro_batch_size
-    num_tokens = seq_length * micro
-    tp = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
-    alternatives = (
-        Alternative(SEQ_LENGTH, multiples(seq_length, 2 * tp)),
-        Alternative(MICRO_BATCH, multiples(micro)),
-    )
-    if num_tokens % LAST:
+def _layers(facts: Facts) -> Iterator[Finding]:
+    precision, num_layers = facts.config.precision, facts.config.model.num_layers
+    layers = precision.bf16_layers
+    inside = [layer for layer in layers if 0 <= layer < num_layers]
+    if inside != layers:
         yield Finding(
-            "FP8 tokens",
-            SEQ_LENGTH,
-            f"FP8 needs a multiple of {LAST} tokens per micro-batch, the last dimension in wgrad, and "
-            f"{MICRO_BATCH}={micro} makes {num_tokens}",
-            (*alternatives, NOT_FP8),
+            "BF16 layers outside",
+            BF16_LAYERS,
+            f"{LAYERS}={num_layers} has the layers 0 to {num_layers - 1}, counted over the whole model",
+            (Alternative(BF16_LAYERS, [inside, []], most=1),),
         )
-    elif num_tokens % tp == 0 and num_tokens // tp % OTHERS:
+    once = list(dict.fromkeys(layers))
+    if once != layers:
         yield Finding(
-            "FP8 tokens per rank",
-            SEQ_LENGTH,
-            f"FP8 needs a multiple of {OTHERS} tokens per rank and micro-batch; with {MICRO_BATCH}={micro} and "
-            f"parallel.sequence_parallel over {TP}={tp} there are {num_tokens // tp}",
-            (*alternatives, Alternative("parallel.sequence_parallel", [False]), NOT_FP8),
+            "BF16 layers twice",
+            BF16_LAYERS,
+            "a layer stands in the list more than once: another one may have been meant",
+            (Alternative(BF16_LAYERS, [once]),),
         )
-
-
-def _hidden(facts: Facts) -> Iterator[Finding]:
-    hidden = facts.config.model.hidden_size
-    if hidden % LAST:
+    at_start, at_end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    if precision.first_last_layers_bf16 and at_start + at_end > num_layers:
         yield Finding(
-            "FP8 hidden size",
-            HIDDEN,
-            f"FP8 needs a multiple of {LAST}: it is the last dimension of the qkv and fc1 inputs (fprop) and of "
-            "the proj and fc2 output gradients (dgrad)",
-            (Alternative(HIDDEN, multiples(hidden, LAST)), NOT_FP8),
+            "first and last layers",
+            AT_START,
+            f"together with {AT_END}={at_end} that is more than {LAYERS}={num_layers}",
+            (
+                Alternative(AT_START, [1, 0], most=1),
+                Alternative(AT_END, [1, 0], most=1),
+                Alternative(FIRST_LAST, [False]),
+            ),
+        )
+    elif len(layers_in_bf16(precision, num_layers).intersection(range(num_layers))) == num_layers:
+        yield Finding(
+            "no layer in FP8",
+            "precision.mode",
+            f"all {num_layers} layers are kept in BF16 by {BF16_LAYERS} and {FIRST_LAST}: nothing would run in FP8",
+            (
+                Alternative(BF16_LAYERS, [[]]),
+                Alternative(FIRST_LAST, [False]),
+                Alternative(AT_START, [at_start - 1, 0], most=1),
+                Alternative(AT_END, [at_end - 1, 0], most=1),
+                NOT_FP8,
+            ),
         )
 
 
-def _attention(facts: Facts) -> Iterator[Finding]:
-    model, tp = facts.config.model, facts.config.parallel.tensor_model_parallel_size
-    heads, groups = model.num_attention_heads, query_groups(model)
-    try:
-        size = head_size(model)
-    except LayoutError:  # the rules of the model report what does not divide
-        return
-    if heads % tp or groups % tp:
-        return
-    proj_in, qkv_out = heads * size // tp, qkv_rows(model) // tp
-    if qkv_out % LAST == 0 and proj_in % LAST == 0:
-        return
-    wrong = []
-    if proj_in % LAST:
-        wrong.append(f"proj input {heads} x {size} / {tp} = {proj_in} (fprop)")
-    if qkv_out % LAST:
-        wrong.append(f"qkv output ({heads} + 2 x {groups}) x {size} / {tp} = {qkv_out} (dgrad)")
-    yield Finding(
-        "FP8 attention",
-        HEADS if model.kv_channels is None else KV_CHANNELS,
-        f"FP8 needs multiples of {LAST} as last dimensions on each of {TP}={tp} ranks; "
-        f"with head size {size} they are: {', '.join(wrong)}",
-        (
-            Alternative(KV_CHANNELS, multiples(size, 2)),
-            Alternative(HEADS, multiples(heads, tp)),
-            *([Alternative(GROUPS, divisors(heads, groups))] if model.num_query_groups else []),
-            Alternative(TP, divisors(heads, tp)),
-            NOT_FP8,
-        ),
-    )
+def _override(facts: Facts) -> Iterator[Finding]:
+    if all(facts.config.precision.override_linear_precision):
+        yield Finding(
+            "no GEMM in FP8",
+            OVERRIDE,
+            "fprop, dgrad and wgrad are all overridden: nothing would run in FP8",
+            (Alternative(OVERRIDE, [[False, False, True], [False] * 3]), NOT_FP8),
+        )
 
 
-def _ffn(facts: Facts) -> Iterator[Finding]:
-    ffn, tp = mlp_size(facts.config.model), facts.config.parallel.tensor_model_parallel_size
-    # fc1 has as many rows or twice as many: its own rule holds when fc2's does.
-    if ffn % tp or ffn // tp % LAST == 0:
-        return
-    yield Finding(
-        "FP8 FFN",
-        FFN,
-        f"FP8 needs a multiple of {LAST} inner features on each of {TP}={tp} ranks, and there are {ffn // tp}: the "
-        "last dimension of the fc2 input (fprop) and, with fc1's rows, of its output gradient (dgrad)",
-        (
-            Alternative(FFN, multiples(ffn, LAST * tp)),
-            Alternative(TP, divisors(ffn, tp)),
-            NOT_FP8,
-        ),
-        value=ffn,
-    )
+def _fallback(facts: Facts) -> Iterator[Finding]:
+    precision = facts.config.precision
+    if precision.fp8_fallback and precision.fp8_health_interval == 0:
+        yield Finding(
+            "fallback without checks",
+            FALLBACK,
+            f"a layer falls back when checks find it over a limit, and {HEALTH_INTERVAL}=0 makes none",
+            (Alternative(HEALTH_INTERVAL, [100]), Alternative(FALLBACK, [False])),
+        )
+
+
+def _loss_scale(facts: Facts) -> Iterator[Finding]:
+    precision = facts.config.precision
+    if precision.loss_scale is None and precision.initial_loss_scale < precision.min_loss_scale:
+        yield Finding(
+            "loss scales",
+            INITIAL_SCALE,
+            f"it is below {MIN_SCALE}={precision.min_loss_scale:g}, and the scale never gets lower than that",
+            (
+                Alternative(INITIAL_SCALE, [2.0**32, precision.min_loss_scale], most=1),
+                Alternative(MIN_SCALE, [min(1.0, precision.initial_loss_scale)]),
+            ),
+        )

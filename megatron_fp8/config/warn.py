@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_fp8.config.fields import config_fields
+from megatron_fp8.config.idle import idle_keys
 from megatron_fp8.config.layout import GemmShape, Layout
 from megatron_fp8.config.load import DEFAULT, LoadedConfig
 from megatron_fp8.config.problem import Problem
 from megatron_fp8.config.rules_model import PP
 from megatron_fp8.config.rules_parallel import GLOBAL_BATCH
-from megatron_fp8.config.schema import Config
 
 # Rates that large GEMMs and casts reach on an H100 SXM, about two thirds of its peaks.
 _BF16_FLOPS_PER_SECOND = 600e12
@@ -23,6 +23,8 @@ _CAST_BYTES_PER_SECOND = 2.5e12
 _CAST_BYTES_PER_ELEMENT = 4
 _SECONDS_PER_LAUNCH = 5e-6
 _CASTS_PER_GEMM = 3
+# Elements that share a scale with blockwise scaling.
+_BLOCK = 128
 
 
 def config_warnings(loaded: LoadedConfig, layout: Layout | None) -> list[Problem]:
@@ -44,6 +46,7 @@ def config_warnings(loaded: LoadedConfig, layout: Layout | None) -> list[Problem
                     origins["precision.mode"],
                 )
             )
+    warnings += _gathers_in_bf16(loaded, layout)
     if layout.num_microbatches < layout.pipeline_model_parallel_size:
         warnings.append(
             Problem(
@@ -56,6 +59,28 @@ def config_warnings(loaded: LoadedConfig, layout: Layout | None) -> list[Problem
             )
         )
     return warnings
+
+
+def _gathers_in_bf16(loaded: LoadedConfig, layout: Layout) -> Iterator[Problem]:
+    """TE gathers an activation in BF16 where a sequence-parallel shard does not divide into blocks of 128."""
+    config = loaded.config
+    precision, hidden = config.precision, config.model.hidden_size
+    if precision.mode != "fp8" or precision.fp8_recipe != "blockwise" or not config.parallel.sequence_parallel:
+        return
+    tokens = layout.seq_length_per_rank * layout.micro_batch_size
+    for key, size, name in (
+        ("model.seq_length", tokens, "tokens per rank and micro-batch"),
+        ("model.hidden_size", hidden, "features"),
+    ):
+        if size % _BLOCK:
+            yield Problem(
+                key,
+                getattr(config.model, key.partition(".")[2]),
+                f"with parallel.sequence_parallel and blockwise scaling, {size} {name} are no multiple of {_BLOCK}: "
+                "activations are gathered in BF16, twice the bytes of FP8",
+                f"a multiple of {_BLOCK} {name}",
+                loaded.origins[key],
+            )
 
 
 def fp8_seconds(gemms: tuple[GemmShape, ...], num_microbatches: int) -> tuple[float, float]:
@@ -77,37 +102,9 @@ def fp8_seconds(gemms: tuple[GemmShape, ...], num_microbatches: int) -> tuple[fl
 def _keys_without_effect(loaded: LoadedConfig) -> Iterator[Problem]:
     """Keys that were set to something else than their default and change nothing."""
     fields = config_fields()
-    for keys, reason, use in _idle_keys(loaded.config):
+    for keys, reason, use in idle_keys(loaded.config):
         for key in keys:
             spec = fields[key]
             value = getattr(getattr(loaded.config, spec.section), spec.name)
             if loaded.origins[key] != DEFAULT and value != spec.default:
                 yield Problem(key, value, f"it has no effect: {reason}", use, loaded.origins[key])
-
-
-def _idle_keys(config: Config) -> Iterator[tuple[list[str], str, str]]:
-    """(keys, why they do nothing under this config, what would make them count)."""
-    model, optimizer = config.model, config.optimizer
-    if config.precision.mode != "fp8":
-        keys = [key for key in config_fields() if key.startswith("precision.") and key != "precision.mode"]
-        yield keys, f"precision.mode is {config.precision.mode}", "precision.mode=fp8, or leave the key out"
-    if optimizer.lr_decay_style != "WSD":
-        keys = ["optimizer.lr_wsd_decay_style", "optimizer.lr_wsd_decay_iters"]
-        style = f"optimizer.lr_decay_style is {optimizer.lr_decay_style}"
-        yield keys, style, "optimizer.lr_decay_style=WSD, or leave the key out"
-    if optimizer.lr_decay_style == "constant":
-        keys = ["optimizer.min_lr", "optimizer.lr_decay_iters"]
-        yield keys, "optimizer.lr_decay_style is constant", "another optimizer.lr_decay_style"
-    if optimizer.lr_warmup_iters == 0:
-        yield ["optimizer.lr_warmup_init"], "there is no warm-up", "optimizer.lr_warmup_iters above 0"
-    if model.position_embedding_type == "rope":
-        reason = "model.position_embedding_type is rope"
-        yield ["model.max_position_embeddings"], reason, "leave the key out"
-    else:
-        reason = f"model.position_embedding_type is {model.position_embedding_type}"
-        yield ["model.rotary_base", "model.rotary_percent"], reason, "leave the key out"
-    if model.recompute_granularity == "none":
-        reason = "model.recompute_granularity is none"
-        yield ["model.recompute_num_layers"], reason, "model.recompute_granularity=full"
-    if config.training.eval_iters == 0:
-        yield ["data.valid_data_path"], "training.eval_iters is 0", "training.eval_iters above 0"

@@ -36,8 +36,10 @@ def operands(config: Config) -> list[tuple[int, ...]]:
     return [*shapes, (local, b, h)]
 
 
-def accepted_by_te(shape: tuple[int, ...]) -> bool:
-    """Transformer Engine's `assert_dim_for_fp8_exec`."""
+def accepted_by_te(shape: tuple[int, ...], recipe: str) -> bool:
+    """Transformer Engine's `assert_dim_for_fp8_exec`, and `MXFP8Quantizer.is_quantizable`."""
+    if recipe == "mxfp8":
+        return math.prod(shape[:-1]) % 32 == 0 and shape[-1] % 32 == 0
     return math.prod(shape[:-1]) % 8 == 0 and shape[-1] % 16 == 0
 
 
@@ -52,12 +54,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Facts:
 @given(
     values=st.fixed_dictionaries(
         {
+            "precision.fp8_recipe": st.sampled_from(["delayed", "tensorwise", "blockwise", "mxfp8"]),
             "parallel.tensor_model_parallel_size": st.sampled_from([1, 2]),
             "parallel.sequence_parallel": st.booleans(),
-            "model.kv_channels": st.sampled_from([2, 4, 8, 12, 16, 24, 32]),
-            "model.ffn_hidden_size": st.sampled_from([16, 24, 32, 48, 64, 96]),
-            "model.hidden_size": st.sampled_from([8, 16, 24, 32, 48]),
-            "model.seq_length": st.sampled_from([2, 4, 8, 12, 16, 24, 32]),
+            "model.kv_channels": st.sampled_from([2, 4, 8, 12, 16, 24, 32, 64]),
+            "model.ffn_hidden_size": st.sampled_from([16, 24, 32, 48, 64, 96, 128]),
+            "model.hidden_size": st.sampled_from([8, 16, 24, 32, 48, 64]),
+            "model.seq_length": st.sampled_from([2, 4, 8, 12, 16, 24, 32, 64]),
             "training.micro_batch_size": st.sampled_from([1, 2, 3, 4]),
         }
     ),
@@ -70,7 +73,8 @@ def test_the_rules_refuse_exactly_what_te_would_refuse(
     for key, value in values.items():
         facts = facts.with_value(key, value)
     found = {finding.rule for finding in all_findings(facts) if finding.rule.startswith("FP8")}
-    refused = [shape for shape in operands(facts.config) if not accepted_by_te(shape)]
+    recipe = facts.config.precision.fp8_recipe
+    refused = [shape for shape in operands(facts.config) if not accepted_by_te(shape, recipe)]
     assert bool(found) == bool(refused), (found, refused)
 
 
@@ -84,6 +88,13 @@ def test_the_rules_refuse_exactly_what_te_would_refuse(
         (["model.num_query_groups=1"], "model.num_query_groups", "model.num_query_groups=2"),
         (["model.seq_length=60"], "model.seq_length", "model.seq_length=56 or model.seq_length=64"),
         (["model.seq_length=24", "training.micro_batch_size=1"], "model.seq_length", "micro_batch_size=2"),
+        # Blocks of 32 in both directions.
+        (["precision.fp8_recipe=mxfp8", "model.ffn_hidden_size=288"], "model.ffn_hidden_size", "fp8_recipe=blockwise"),
+        (
+            ["precision.fp8_recipe=mxfp8", "model.ffn_hidden_size=288"],
+            "model.ffn_hidden_size",
+            "size=256 or model.ffn_",
+        ),
     ],
 )
 def test_the_key_to_change_is_named(tmp_path: Path, overrides: list[str], key: str, use: str) -> None:

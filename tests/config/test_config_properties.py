@@ -24,7 +24,9 @@ from megatron_fp8.config.warn import config_warnings
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 # `key=value` or `N ranks`, and the keys that have to change with it.
-SUGGESTION = re.compile(r"(?:^| )(?:([a-z_]+\.[a-z0-9_]+)=([^ ;]+)|(\d+) ranks)(?: \(and then another ([^)]*)\))?")
+SUGGESTION = re.compile(
+    r"(?:^| )(?:([a-z_]+\.[a-z0-9_]+)=(\[[^]]*\]|[^ ;]+)|(\d+) ranks)(?: \(and then another ([^)]*)\))?"
+)
 
 
 def integer_range(spec: FieldSpec) -> tuple[int, int]:
@@ -184,8 +186,23 @@ SIZES = st.fixed_dictionaries(
         "model.recompute_granularity": st.sampled_from(["none", "full"]),
         "model.recompute_num_layers": st.sampled_from([None, 0, 2, 5]),
         "model.vocab_size": st.sampled_from([None, 900, 1000]),
-        "precision.mode": st.sampled_from(["bf16", "fp8"]),
+        "precision.mode": st.sampled_from(["fp32", "fp16", "bf16", "fp8", "fp8", "fp8"]),
+        "precision.fp8_recipe": st.sampled_from(["delayed", "tensorwise", "blockwise", "mxfp8"]),
+        "precision.fp8_format": st.sampled_from([None, "hybrid", "e4m3"]),
         "precision.amax_reduction": st.sampled_from(["auto", "data_parallel", "off"]),
+        "precision.override_linear_precision": st.sampled_from([[False] * 3, [True] * 3, [False, False, True]]),
+        "precision.fp8_param_gather": st.booleans(),
+        "precision.first_last_layers_bf16": st.booleans(),
+        "precision.num_layers_at_start_in_bf16": st.integers(0, 5),
+        "precision.num_layers_at_end_in_bf16": st.integers(0, 5),
+        "precision.bf16_layers": st.lists(st.integers(-1, 5), max_size=4),
+        "precision.main_params_dtype": st.sampled_from(["fp32", "fp16"]),
+        "precision.exp_avg_sq_dtype": st.sampled_from(["fp32", "fp8"]),
+        "precision.loss_scale": st.sampled_from([None, 1.0]),
+        "precision.initial_loss_scale": st.sampled_from([0.5, 2.0**32]),
+        "precision.min_loss_scale": st.sampled_from([1.0, 2.0**40]),
+        "precision.fp8_fallback": st.booleans(),
+        "precision.fp8_health_interval": st.sampled_from([0, 100]),
         "parallel.tensor_model_parallel_size": st.sampled_from([1, 2, 3, 4]),
         "parallel.pipeline_model_parallel_size": st.sampled_from([1, 2, 3, 4]),
         "parallel.virtual_pipeline_model_parallel_size": st.sampled_from([None, 2, 3]),

@@ -1,0 +1,82 @@
+"""Owns which keys do nothing under a config. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_fp8.config.fields import config_fields
+from megatron_fp8.config.schema import Config
+
+# (keys, why they do nothing, what would make them count)
+Idle = tuple[list[str], str, str]
+
+_DELAYED = ("fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo", "amax_reduction")
+_LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_BF16_LAYERS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "bf16_layers")
+
+
+def idle_keys(config: Config) -> Iterator[Idle]:
+    """Every group of keys without effect."""
+    yield from _precision(config)
+    yield from _optimizer(config)
+    yield from _model(config)
+    if config.training.eval_iters == 0:
+        yield ["data.valid_data_path"], "training.eval_iters is 0", "training.eval_iters above 0"
+
+
+def _precision(config: Config) -> Iterator[Idle]:
+    precision = config.precision
+    if precision.mode != "fp8":
+        fp8 = [key for key in config_fields() if key.startswith("precision.fp8_")]
+        fp8 += _in_precision("amax_reduction", "override_linear_precision", *_BF16_LAYERS)
+        yield fp8, f"precision.mode is {precision.mode}", "precision.mode=fp8, or leave the key out"
+    else:
+        yield from _fp8(config)
+    if precision.mode != "fp16":
+        reason = f"precision.mode is {precision.mode}"
+        yield _in_precision(*_LOSS_SCALE), reason, "precision.mode=fp16, or leave the key out"
+    elif precision.loss_scale is not None:
+        reason = f"precision.loss_scale is {precision.loss_scale:g}, a constant"
+        yield _in_precision(*_LOSS_SCALE[1:]), reason, "precision.loss_scale=null, or leave the key out"
+
+
+def _fp8(config: Config) -> Iterator[Idle]:
+    precision = config.precision
+    if precision.fp8_recipe != "delayed":
+        reason = f"precision.fp8_recipe is {precision.fp8_recipe}, whose scales need no history"
+        yield _in_precision(*_DELAYED), reason, "precision.fp8_recipe=delayed, or leave the key out"
+    if not precision.first_last_layers_bf16:
+        reason = "precision.first_last_layers_bf16 is false"
+        yield _in_precision(*_BF16_LAYERS[1:3]), reason, "precision.first_last_layers_bf16=true"
+    if not precision.fp8_fallback:
+        keys = [key for key in config_fields() if key.startswith("precision.fp8_fallback_")]
+        yield keys, "precision.fp8_fallback is false", "precision.fp8_fallback=true"
+
+
+def _optimizer(config: Config) -> Iterator[Idle]:
+    optimizer = config.optimizer
+    if optimizer.lr_decay_style != "WSD":
+        keys = ["optimizer.lr_wsd_decay_style", "optimizer.lr_wsd_decay_iters"]
+        style = f"optimizer.lr_decay_style is {optimizer.lr_decay_style}"
+        yield keys, style, "optimizer.lr_decay_style=WSD, or leave the key out"
+    if optimizer.lr_decay_style == "constant":
+        keys = ["optimizer.min_lr", "optimizer.lr_decay_iters"]
+        yield keys, "optimizer.lr_decay_style is constant", "another optimizer.lr_decay_style"
+    if optimizer.lr_warmup_iters == 0:
+        yield ["optimizer.lr_warmup_init"], "there is no warm-up", "optimizer.lr_warmup_iters above 0"
+
+
+def _model(config: Config) -> Iterator[Idle]:
+    model = config.model
+    reason = f"model.position_embedding_type is {model.position_embedding_type}"
+    if model.position_embedding_type == "rope":
+        yield ["model.max_position_embeddings"], reason, "leave the key out"
+    else:
+        yield ["model.rotary_base", "model.rotary_percent"], reason, "leave the key out"
+    if model.recompute_granularity == "none":
+        reason = "model.recompute_granularity is none"
+        yield ["model.recompute_num_layers"], reason, "model.recompute_granularity=full"
+
+
+def _in_precision(*names: str) -> list[str]:
+    return [f"precision.{name}" for name in names]

@@ -1,0 +1,129 @@
+"""Owns the shapes that FP8 GEMMs accept.
+
+TE refuses an FP8 operand unless its last dimension is a multiple of 16 and the product of the others one of 8
+(`assert_dim_for_fp8_exec`), MXFP8 unless both are multiples of its block of 32 (`MXFP8Quantizer.is_quantizable`), and
+it says so in the middle of a step. Blocks of 128 may be cut short at a tensor's edges. A layer's operands are input
+`[tokens, in]` and weight `[out, in]` in the forward pass, output gradient `[tokens, out]` and weight `[in, out]` in
+dgrad, output gradient `[out, tokens]` and input `[in, tokens]` in wgrad (FP8 tensor cores read both operands along
+the summed dimension). Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_fp8.config.facts import Alternative, Facts, Finding, divisors, multiples
+from megatron_fp8.config.layout import LayoutError, head_size, mlp_size, qkv_rows, query_groups
+from megatron_fp8.config.rules_model import FFN, GROUPS, HEADS, HIDDEN, KV_CHANNELS, SEQ_LENGTH, TP
+from megatron_fp8.config.rules_parallel import MICRO_BATCH
+
+# Multiples that the last dimension and the product of the others must be, by recipe.
+_SMALLEST = {"delayed": (16, 8), "tensorwise": (16, 8), "blockwise": (16, 8), "mxfp8": (32, 32)}
+NOT_FP8 = Alternative("precision.mode", ["bf16"])
+
+
+def check_fp8_shapes(facts: Facts) -> Iterator[Finding]:
+    """Every dimension that an FP8 GEMM would refuse."""
+    last, others = _SMALLEST[facts.config.precision.fp8_recipe]
+    yield from _tokens(facts, last, others)
+    yield from _hidden(facts, last)
+    yield from _attention(facts, last)
+    yield from _ffn(facts, last)
+
+
+def _tokens(facts: Facts, last: int, others: int) -> Iterator[Finding]:
+    config = facts.config
+    seq_length, micro = config.model.seq_length, config.training.micro_batch_size
+    num_tokens = seq_length * micro
+    tp = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    alternatives = (
+        Alternative(SEQ_LENGTH, multiples(seq_length, 2 * tp)),
+        Alternative(MICRO_BATCH, multiples(micro)),
+    )
+    not_fp8 = _without(facts)
+    if num_tokens % last:
+        yield Finding(
+            "FP8 tokens",
+            SEQ_LENGTH,
+            f"FP8 needs a multiple of {last} tokens per micro-batch, the last dimension in wgrad, and "
+            f"{MICRO_BATCH}={micro} makes {num_tokens}",
+            (*alternatives, *not_fp8),
+        )
+    elif num_tokens % tp == 0 and num_tokens // tp % others:
+        yield Finding(
+            "FP8 tokens per rank",
+            SEQ_LENGTH,
+            f"FP8 needs a multiple of {others} tokens per rank and micro-batch; with {MICRO_BATCH}={micro} and "
+            f"parallel.sequence_parallel over {TP}={tp} there are {num_tokens // tp}",
+            (*alternatives, Alternative("parallel.sequence_parallel", [False]), *not_fp8),
+        )
+
+
+def _hidden(facts: Facts, last: int) -> Iterator[Finding]:
+    hidden = facts.config.model.hidden_size
+    if hidden % last:
+        yield Finding(
+            "FP8 hidden size",
+            HIDDEN,
+            f"FP8 needs a multiple of {last}: it is the last dimension of the qkv and fc1 inputs (fprop) and of "
+            "the proj and fc2 output gradients (dgrad)",
+            (Alternative(HIDDEN, multiples(hidden, last)), *_without(facts)),
+        )
+
+
+def _attention(facts: Facts, last: int) -> Iterator[Finding]:
+    model, tp = facts.config.model, facts.config.parallel.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads, query_groups(model)
+    try:
+        size = head_size(model)
+    except LayoutError:  # the rules of the model report what does not divide
+        return
+    if heads % tp or groups % tp:
+        return
+    proj_in, qkv_out = heads * size // tp, qkv_rows(model) // tp
+    if qkv_out % last == 0 and proj_in % last == 0:
+        return
+    wrong = []
+    if proj_in % last:
+        wrong.append(f"proj input {heads} x {size} / {tp} = {proj_in} (fprop)")
+    if qkv_out % last:
+        wrong.append(f"qkv output ({heads} + 2 x {groups}) x {size} / {tp} = {qkv_out} (dgrad)")
+    yield Finding(
+        "FP8 attention",
+        HEADS if model.kv_channels is None else KV_CHANNELS,
+        f"FP8 needs multiples of {last} as last dimensions on each of {TP}={tp} ranks; "
+        f"with head size {size} they are: {', '.join(wrong)}",
+        (
+            Alternative(KV_CHANNELS, multiples(size, 2)),
+            Alternative(HEADS, multiples(heads, tp)),
+            *([Alternative(GROUPS, divisors(heads, groups))] if model.num_query_groups else []),
+            Alternative(TP, divisors(heads, tp)),
+            *_without(facts),
+        ),
+    )
+
+
+def _ffn(facts: Facts, last: int) -> Iterator[Finding]:
+    ffn, tp = mlp_size(facts.config.model), facts.config.parallel.tensor_model_parallel_size
+    # fc1 has as many rows or twice as many: its own rule holds when fc2's does.
+    if ffn % tp or ffn // tp % last == 0:
+        return
+    yield Finding(
+        "FP8 FFN",
+        FFN,
+        f"FP8 needs a multiple of {last} inner features on each of {TP}={tp} ranks, and there are {ffn // tp}: the "
+        "last dimension of the fc2 input (fprop) and, with fc1's rows, of its output gradient (dgrad)",
+        (
+            Alternative(FFN, multiples(ffn, last * tp)),
+            Alternative(TP, divisors(ffn, tp)),
+            *_without(facts),
+        ),
+        value=ffn,
+    )
+
+
+def _without(facts: Facts) -> tuple[Alternative, ...]:
+    """Ways out that leave the sizes as they are: a recipe that asks for less, or no FP8."""
+    if facts.config.precision.fp8_recipe == "mxfp8":
+        return Alternative("precision.fp8_recipe", ["blockwise", "tensorwise"], most=1), NOT_FP8
+    return (NOT_FP8,)
