@@ -42,7 +42,7 @@ class StepRecord:
     """What one optimizer step did, the same on every rank."""
 
     loss: float
-    grad_norm: float
+    grad_norm: float | None
     validation_loss: float
 
 
@@ -75,7 +75,8 @@ def run_small(config: Config, num_steps: int = 5, probe: Callable[..., Any] | No
         steps = []
         for _ in range(num_steps):
             result = parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
-            parts.schedule.step(1)
+            if not result.skipped:
+                parts.schedule.step(1)
             validation = parts.stepper.evaluate(batches(parts), parts.batch_shape).reduced_mean()
             steps.append(StepRecord(result.loss.reduced_mean(), result.grad_norm, validation))
         groups = parts.groups

@@ -44,7 +44,7 @@ def build_model(
     device: torch.device,
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks in DDP, with the initial weights in place."""
-    megatron_config = transformer_config(config, layout, precision.params_dtype)
+    megatron_config = transformer_config(config, layout, precision.policy)
     factory = LayerFactory(
         model=config.model,
         layout=layout,
@@ -67,7 +67,7 @@ def build_model(
         chunks.append(
             DistributedDataParallel(
                 megatron_config,
-                ddp_config(config),
+                ddp_config(config, precision.policy),
                 stage,
                 # Later chunks communicate while the first computes: one bucket each, as in Megatron.
                 disable_bucketing=bool(spec.vp_stage) or config.parallel.overlap_param_gather,

@@ -3,13 +3,14 @@
 Must not know modules.
 """
 
-import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_fp8.config.layout import GATED_ACTIVATIONS, Layout
 from megatron_fp8.config.schema import Config
+from megatron_fp8.precision.megatron_formats import gradient_formats, model_formats
+from megatron_fp8.precision.policy import PrecisionPolicy
 
 
 def _keep(weight: Tensor) -> Tensor:
@@ -17,7 +18,7 @@ def _keep(weight: Tensor) -> Tensor:
     return weight
 
 
-def transformer_config(config: Config, layout: Layout, params_dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(config: Config, layout: Layout, policy: PrecisionPolicy) -> TransformerConfig:
     """What Megatron Core's schedules, DDP, embedding and gradient finalisation read."""
     model, parallel = config.model, config.parallel
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
@@ -36,9 +37,7 @@ def transformer_config(config: Config, layout: Layout, params_dtype: torch.dtype
         layernorm_epsilon=model.norm_epsilon,
         init_method=_keep,
         output_layer_init_method=_keep,
-        params_dtype=params_dtype,
-        pipeline_dtype=params_dtype,
-        bf16=params_dtype == torch.bfloat16,
+        **model_formats(policy),
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
@@ -53,11 +52,11 @@ def transformer_config(config: Config, layout: Layout, params_dtype: torch.dtype
     )
 
 
-def ddp_config(config: Config) -> DistributedDataParallelConfig:
-    """FP32 gradients and reductions; sums, since the division by the token count comes last."""
+def ddp_config(config: Config, policy: PrecisionPolicy) -> DistributedDataParallelConfig:
+    """Gradients are reduced as sums, since the division by the token count comes last."""
     parallel = config.parallel
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        **gradient_formats(policy),
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=parallel.use_distributed_optimizer,

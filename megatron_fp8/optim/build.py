@@ -6,21 +6,26 @@ global norm, and leaves norms and biases out of the weight decay. Must not know 
 
 from collections.abc import Sequence
 
-import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_fp8.config.schema import Config
+from megatron_fp8.optim.fp8_moments import survive_zero_moments
+from megatron_fp8.precision.megatron_formats import optimizer_formats
+from megatron_fp8.precision.policy import PrecisionPolicy
 
 
 def build_optimizer(
-    config: Config, chunks: Sequence[DistributedDataParallel], params_dtype: torch.dtype
+    config: Config, chunks: Sequence[DistributedDataParallel], policy: PrecisionPolicy
 ) -> MegatronOptimizer:
-    """AdamW over this rank's model chunks, distributed over the data-parallel ranks if so configured."""
+    """AdamW over this rank's model chunks, distributed over the data-parallel ranks if so configured.
+
+    Under a loss scale, Megatron's schedules scale the loss from here on.
+    """
     settings = config.optimizer
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -30,14 +35,19 @@ def build_optimizer(
             adam_beta2=settings.adam_beta2,
             adam_eps=settings.adam_eps,
             clip_grad=settings.clip_grad,
-            bf16=params_dtype == torch.bfloat16,
-            params_dtype=params_dtype,
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
             overlap_param_gather=config.parallel.overlap_param_gather,
+            **optimizer_formats(policy),
         ),
         list(chunks),
         use_gloo_process_groups=False,
     )
+    if "fp8" in (policy.optimizer.exp_avg, policy.optimizer.exp_avg_sq):
+        survive_zero_moments(optimizer.optimizer)
+    if policy.loss_scaling is not None:
+        for chunk in chunks:
+            chunk.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
 
 
 def build_schedule(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

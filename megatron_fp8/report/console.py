@@ -33,7 +33,9 @@ class ConsoleSink:
             self._progress.start()
 
     def write(self, record: Mapping[str, Value]) -> None:
-        """Print a record as a line, and move the bar on."""
+        """Print a record as a line, and move the bar on; numbers of single tensors are for files and dashboards."""
+        if record["event"] in ("fp8", "fp8-check"):
+            return
         line = format_record(record, self._train_iters)
         if record["event"] == "end":
             line += f" | {self._run_directory}"
@@ -57,9 +59,10 @@ def format_record(record: Mapping[str, Value], train_iters: int) -> str:
     """A record as one line: `name value | name value | ...`."""
     if record["event"] == "train":
         parts = [f"iteration {record['iteration']:>{len(str(train_iters))}}/{train_iters}"]
-        parts.append(f"lm loss {record['lm loss']:.4f}")
-        parts.append(f"grad-norm {record['grad-norm']:.3f}")
+        parts.append(f"lm loss {_number(record['lm loss'], '.4f')}")
+        parts.append(f"grad-norm {_number(record['grad-norm'], '.3f')}")
         parts.append(f"learning-rate {record['learning-rate']:.2e}")
+        parts += [f"{name} {record[name]:g}" for name in ("loss-scale", "skipped-iterations") if record.get(name)]
         parts.append(f"tokens/s {record['tokens-per-second']:,.0f}")
         parts.append(f"time left {_time_left(record)}")
         return " | ".join(parts)
@@ -67,11 +70,20 @@ def format_record(record: Mapping[str, Value], train_iters: int) -> str:
         return f"iteration {record['iteration']}/{train_iters} | lm loss validation {record['lm loss validation']:.4f}"
     if record["event"] == "ready":
         return f"first step after {record['seconds-to-first-step']:.1f} s"
+    if record["event"] == "fp8-fallback":
+        return _format_fallback(record)
     if record["event"] == "end":
         return _format_end(record)
     if record["event"] == "start":
         return "\n".join(f"{key}: {value}" for key, value in record.items() if key != "event")
     return " | ".join(f"{key} {value}" for key, value in record.items())
+
+
+def _format_fallback(record: Mapping[str, Value]) -> str:
+    line = f"iteration {record['iteration']} | layer {record['layer']} runs in {record['runs in']} from now on"
+    if record["runs in"] == "bf16":
+        line += f": {record['tensor']} {record['quantity']} {record['value']:.3g} > {record['limit']:.3g}"
+    return line
 
 
 def _format_end(record: Mapping[str, Value]) -> str:
@@ -80,6 +92,11 @@ def _format_end(record: Mapping[str, Value]) -> str:
     if isinstance(first, float) and isinstance(last, float):
         line += f" | lm loss validation {first:.4f} -> {last:.4f} ({last - first:+.4f} nats)"
     return line
+
+
+def _number(value: Value, form: str) -> str:
+    """A number that is withheld, such as the norm of gradients that overflowed, is shown as `-`."""
+    return "-" if value is None else format(value, form)
 
 
 def _time_left(record: Mapping[str, Value]) -> str:

@@ -23,6 +23,7 @@ from megatron_fp8.parallel.groups import ParallelGroups
 from megatron_fp8.precision.manager import PrecisionManager
 from megatron_fp8.precision.overflow import OverflowWatch
 from megatron_fp8.report.record import Recorder
+from megatron_fp8.train.health import HealthWatch
 from megatron_fp8.train.pace import Pace
 from megatron_fp8.train.state import TrainState
 from megatron_fp8.train.step import BatchShape, LossSum, Stepper, StepResult
@@ -41,6 +42,7 @@ class TrainingParts:
     schedule: OptimizerParamScheduler
     precision: PrecisionManager
     stepper: Stepper
+    health: HealthWatch
     recorder: Recorder
 
     @property
@@ -103,7 +105,8 @@ def train(parts: TrainingParts, datasets: Datasets, started: float) -> Validatio
         parts.recorder.write("ready", {"seconds-to-first-step": time.monotonic() - started})
         while state.iteration < training.train_iters:
             learning_rate = _learning_rate(parts.optimizer)
-            result = parts.stepper.train(parts.optimizer, iterators, parts.batch_shape)
+            with parts.health.step(state.iteration + 1):
+                result = parts.stepper.train(parts.optimizer, iterators, parts.batch_shape)
             if not result.skipped:
                 parts.schedule.step(1)
             state = state.after_step(training.global_batch_size, parts.config.model.seq_length, result.skipped)

@@ -12,6 +12,7 @@ from megatron_fp8.parallel.groups import amax_group, build_groups, seed_ranks
 from megatron_fp8.precision.manager import PrecisionManager
 from megatron_fp8.precision.policy import build_policy
 from megatron_fp8.report.record import Recorder
+from megatron_fp8.train.health import HealthWatch
 from megatron_fp8.train.loop import TrainingParts
 from megatron_fp8.train.step import Stepper
 
@@ -39,5 +40,6 @@ def build_parts(config: Config, layout: Layout, vocab_size: int, device: Device,
         schedule=build_schedule(config, optimizer),
         precision=precision,
         stepper=Stepper(chunks, groups, precision, device.torch_device),
+        health=HealthWatch(precision, groups, recorder, config.logging.log_interval),
         recorder=recorder,
     )

@@ -66,10 +66,15 @@ class LossSum:
 
 @dataclass(frozen=True)
 class StepResult:
-    """`loss`: this rank's loss sum. `grad_norm`: global L2 norm before clipping, the same on every rank."""
+    """What a step did; all but `loss`, this rank's loss sum, is the same on every rank.
+
+    `grad_norm`: global L2 norm before clipping; None, as no number says what it was, when the step was skipped.
+    `skipped`: gradients overflowed under the loss scale, and the weights and moments are as they were.
+    """
 
     loss: LossSum
-    grad_norm: float
+    grad_norm: float | None
+    skipped: bool
 
 
 class Stepper:
@@ -100,10 +105,12 @@ class Stepper:
         with self._precision.training_step():
             loss = self._forward_backward(iterators, shape, forward_only=False)
         succeeded, grad_norm, _ = optimizer.step()
-        # An overflow under a loss scale has no norm.
-        norm = float("nan") if grad_norm is None else float(grad_norm)
-        self._precision.finish_step(skipped=not succeeded or not math.isfinite(norm))
-        return StepResult(loss, norm)
+        if not succeeded:
+            self._precision.finish_step(skipped=True)
+            return StepResult(loss, grad_norm=None, skipped=True)
+        norm = float(grad_norm)
+        self._precision.finish_step(skipped=not math.isfinite(norm))
+        return StepResult(loss, norm, skipped=False)
 
     def evaluate(self, iterators: Sequence[Iterator[MicroBatch]], shape: BatchShape) -> LossSum:
         """Loss over one global batch; training state, FP8 histories included, is left as it was."""
