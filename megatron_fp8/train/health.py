@@ -1,0 +1,152 @@
+"""Owns when FP8 tensors are looked at, what is recorded of them, and that a decision to leave FP8 takes effect.
+
+At the log interval scales and amaxes, which cost no pass over the data; at the slower health interval what
+quantisation lost, from the data. Every rank takes part and knows the numbers of all stages, so that all have the same
+decisions and any of them can save these. Decisions take effect between two steps. Must not know how tensors are
+measured or decisions are made.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+import torch
+
+from megatron_fp8.parallel.groups import ParallelGroups
+from megatron_fp8.precision.fallback import Change, FallbackDecider
+from megatron_fp8.precision.manager import PrecisionManager
+from megatron_fp8.precision.operand_scales import (
+    OperandScale,
+    ScaleWatcher,
+    delayed_scales,
+    seed_delayed_scales,
+)
+from megatron_fp8.precision.operands import Operand, layer_number, operands
+from megatron_fp8.precision.policy import Fp8Policy
+from megatron_fp8.precision.probe import TensorProbe
+from megatron_fp8.precision.tap import tap
+from megatron_fp8.precision.te_recipe import fresh_quantizer
+from megatron_fp8.precision.tensor_health import TensorHealth
+from megatron_fp8.report.record import Recorder, Value
+
+T = TypeVar("T")
+
+
+class HealthWatch:
+    """Watches the FP8 tensors of a run; does nothing in other modes."""
+
+    def __init__(
+        self, precision: PrecisionManager, groups: ParallelGroups, recorder: Recorder, log_interval: int
+    ) -> None:
+        self._precision = precision
+        self._groups = groups
+        self._recorder = recorder
+        self._log_interval = log_interval
+        fp8 = precision.policy.fp8
+        self._decider = FallbackDecider(fp8.health) if fp8 is not None and fp8.health.fallback else None
+
+    @contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """Around the optimizer step that ends with `iteration` steps done."""
+        fp8 = self._precision.policy.fp8
+        if fp8 is None:
+            yield
+            return
+        probe = self._probe(fp8) if fp8.health.interval and iteration % fp8.health.interval == 0 else None
+        logs = iteration % self._log_interval == 0
+        scales = ScaleWatcher(self._operands(), fp8) if logs and fp8.recipe != "delayed" else None
+        with ExitStack() as stack:
+            if probe is not None:
+                stack.enter_context(probe.measuring())
+            if scales is not None:
+                stack.enter_context(tap(scales))
+            yield
+        if logs:
+            group = self._groups.tp_dp
+            seen = delayed_scales(self._operands(), fp8, group) if scales is None else scales.read(group)
+            self._record_scales(iteration, self._of_all_stages(seen))
+        if probe is not None:
+            self._finish_check(iteration, probe, fp8)
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """The fallback's state, the same on every rank; empty when it is off."""
+        return self._decider.state_dict() if self._decider is not None else {}
+
+    def load_state_dict(self, saved: Mapping[str, list[int]]) -> None:
+        """Take over a `state_dict`; without fallback there is nothing to take over."""
+        if self._decider is not None and saved:
+            self._decider.load_state_dict(saved)
+            self._precision.fall_back(self._decider.fallen_back)
+
+    def _operands(self) -> list[Operand]:
+        """Those of this rank's layers that run in FP8."""
+        return [operand for operand in operands(self._precision.layers) if self._precision.runs_in_fp8(operand.layer)]
+
+    def _probe(self, fp8: Fp8Policy) -> TensorProbe:
+        """Measures the layers in FP8, and, if they may return, those that have fallen back."""
+        fallen = self._decider.fallen_back if self._decider is not None else frozenset()
+        returns = bool(fallen) and fp8.health.num_healthy_checks > 0
+        watched = {
+            number: layer
+            for number, layer in self._precision.layers.items()
+            if self._precision.runs_in_fp8(number) or (returns and number in fallen)
+        }
+        device = self._precision.device
+        return TensorProbe(watched, (lambda kind: fresh_quantizer(fp8, kind, device)) if returns else None)
+
+    def _record_scales(self, iteration: int, scales: Mapping[str, OperandScale]) -> None:
+        values: dict[str, Value] = {"iteration": iteration}
+        for name, scale in scales.items():
+            values |= {f"fp8/{name}/{series}": value for series, value in scale.series().items()}
+        self._recorder.write("fp8", values)
+
+    def _finish_check(self, iteration: int, probe: TensorProbe, fp8: Fp8Policy) -> None:
+        measured = self._of_all_stages(probe.read(self._groups.tp_dp))
+        amaxes = probe.read_shadow_amaxes(self._groups.tp_dp)
+        fallen = sorted(self._decider.fallen_back) if self._decider is not None else []
+        # Of fallen-back layers it says what FP8 would do.
+        values: dict[str, Value] = {"iteration": iteration, "fallen-back-layers": " ".join(map(str, fallen))}
+        layers: dict[int, dict[str, TensorHealth]] = {}
+        for name, health in measured.items():
+            layers.setdefault(layer_number(name), {})[name] = health
+            values |= {
+                f"fp8/{name}/clipped": health.clipped,
+                f"fp8/{name}/flushed": health.flushed,
+                f"fp8/{name}/error": health.error,
+                f"fp8/{name}/sqnr-db": health.sqnr_db,
+            }
+        self._recorder.write("fp8-check", values)
+        if self._decider is None:
+            return
+        changes = self._decider.check(layers)
+        if not changes:
+            return
+        self._precision.fall_back(self._decider.fallen_back)
+        if fp8.recipe == "delayed":
+            seed_delayed_scales(self._operands(), amaxes, fp8)
+        for change in changes:
+            self._recorder.write("fp8-fallback", {"iteration": iteration, **_description(change)})
+
+    def _of_all_stages(self, values: Mapping[str, T]) -> dict[str, T]:
+        """This stage's values and those of all others, by layer; collective over the pipeline's ranks."""
+        pipeline = self._groups.pp
+        stages: list[Mapping[str, T]] = [values]
+        if pipeline.size() > 1:
+            stages = [{}] * pipeline.size()
+            torch.distributed.all_gather_object(stages, dict(values), group=pipeline)
+        merged = {name: value for stage in stages for name, value in stage.items()}
+        return {name: merged[name] for name in sorted(merged, key=lambda name: (layer_number(name), name))}
+
+
+def _description(change: Change) -> dict[str, Value]:
+    if change.reason is None:
+        return {"layer": change.layer, "runs in": "fp8"}
+    reason = change.reason
+    return {
+        "layer": change.layer,
+        "runs in": "bf16",
+        "tensor": reason.tensor,
+        "quantity": reason.quantity,
+        "value": reason.value,
+        "limit": reason.limit,
+    }
