@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from megatron_fp8.config.accelerate import read_accelerate
 from megatron_fp8.config.fields import FieldSpec, config_fields
 from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.schema import Config
@@ -24,6 +25,7 @@ from megatron_fp8.config.source import Source, Written, read_files, read_overrid
 from megatron_fp8.config.values import ValueMismatchError, to_value
 
 DEFAULT = "default"
+FROM_ACCELERATE = "precision.from_accelerate"
 
 # What other programs call a key, where no spelling is near enough to be found by itself.
 _OTHER_NAMES = {
@@ -67,7 +69,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
     source = read_files(path)
     given = read_overrides(list(overrides))
     source.values.update(given.values)
-    problems = [*source.problems, *given.problems]
+    problems = [*source.problems, *given.problems, *_take_accelerate(source)]
     fields = config_fields()
     values: dict[str, dict[str, Any]] = {section: {} for section in Config.model_fields}
     wrong: set[str] = set()
@@ -89,6 +91,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
         raise ConfigError.from_problems(problems)
     origins = {key: source.values[key].origin if key in source.values else DEFAULT for key in fields}
     return LoadedConfig(config, types.MappingProxyType(origins))
+
+
+def _take_accelerate(source: Source) -> list[Problem]:
+    """Put what an Accelerate YAML says below the values of `source`, and take its path away; its mistakes."""
+    written = source.values.get(FROM_ACCELERATE)
+    if written is None or not isinstance(written.node, yaml.ScalarNode) or written.text.lower() in ("", "~", "null"):
+        return []
+    path = written.node.value
+    accelerate = read_accelerate(path, written.origin)
+    source.values = {**accelerate.values, **source.values}
+    # What the file says stands in the other keys now, and a config that is written down needs it no more.
+    source.values[FROM_ACCELERATE] = Written(yaml.ScalarNode("tag:yaml.org,2002:null", ""), "", f"{path} was read")
+    return accelerate.problems
 
 
 def process_environment() -> Mapping[str, str]:

@@ -18,7 +18,8 @@ class PrecisionConfig(Section):
     mode: Literal["fp32", "fp16", "bf16", "fp8"] = "bf16"
     """Format of the blocks' GEMMs: fp32, fp16 (with loss scaling), bf16, or fp8 (BF16 elsewhere)."""
     from_accelerate: str | None = None
-    """Path of a Hugging Face Accelerate YAML whose `fp8_config` gives this section's defaults."""
+    """Path of a Hugging Face Accelerate YAML whose `mixed_precision` and `fp8_config` give this section's defaults,
+    relative to where the program was started."""
 
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
     """How FP8 scales are found. delayed: from the history of earlier steps' amaxes; tensorwise: from each tensor's
@@ -40,6 +41,8 @@ class PrecisionConfig(Section):
     tensor-parallel when its size is above 1."""
     override_linear_precision: list[bool] = Field(default_factory=lambda: [False] * 3, min_length=3, max_length=3)
     """Which GEMMs of the FP8 layers run in BF16 all the same: [fprop, dgrad, wgrad]."""
+    fp8_eval: bool = True
+    """Evaluate in FP8, as in training; false: in BF16."""
     fp8_param_gather: bool = False
     """Keep the FP8 layers' weights in FP8 only (masters in FP32), and gather updated weights as FP8 bytes."""
 

@@ -49,10 +49,11 @@ class _File:
     base: Written | None
 
 
-def read_files(path: str | Path) -> Source:
+def read_files(path: str | Path, base_key: str | None = "base") -> Source:
     """The values of the file at `path` over those of its chain of bases.
 
-    A `base:` is a path relative to the file that names it. Mistakes are collected, none is raised.
+    A `base:` is a path relative to the file that names it; `base_key` None: files of this kind have none. Mistakes
+    are collected, none is raised.
     """
     files: list[_File] = []
     names: list[str] = []
@@ -68,7 +69,7 @@ def read_files(path: str | Path) -> Source:
             unreadable = True
             break
         names.append(name)
-        files.append(_interpret(text, name))
+        files.append(_interpret(text, name, base_key))
         base = files[-1].base
         if base is None:
             break
@@ -128,7 +129,7 @@ def _read_text(name: str) -> tuple[str | None, str]:
         return None, getattr(error, "strerror", None) or str(error)
 
 
-def _interpret(text: str, name: str) -> _File:
+def _interpret(text: str, name: str, base_key: str | None) -> _File:
     """The values of one file's text, by dotted key."""
     source = Source()
     try:
@@ -151,7 +152,7 @@ def _interpret(text: str, name: str) -> _File:
     base = None
     for key, node, origin in _pairs(root, "", name, source.problems):
         written = Written(node, _text_of(node, text), origin)
-        if key == "base":
+        if key == base_key:
             base = _base(written, source)
         elif isinstance(node, yaml.MappingNode) and node.value:
             for inner_key, inner, inner_origin in _pairs(node, f"{key}.", name, source.problems):

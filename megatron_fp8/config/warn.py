@@ -106,5 +106,6 @@ def _keys_without_effect(loaded: LoadedConfig) -> Iterator[Problem]:
         for key in keys:
             spec = fields[key]
             value = getattr(getattr(loaded.config, spec.section), spec.name)
-            if loaded.origins[key] != DEFAULT and value != spec.default:
+            # Not of a value that nobody wrote: ours, or Accelerate's where its file was read.
+            if not loaded.origins[key].endswith(DEFAULT) and value != spec.default:
                 yield Problem(key, value, f"it has no effect: {reason}", use, loaded.origins[key])

@@ -6,7 +6,7 @@ they are divided over ranks, and the parallel layout does not change the scales.
 trace in them. Must not know models, configs or how ranks were started.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -32,12 +32,14 @@ class PrecisionManager:
         self, policy: PrecisionPolicy, amax_group: ProcessGroup | None, device: torch.device, rank_name: str = ""
     ) -> None:
         self.policy = policy
+        self.device = device
         self.params_dtype: torch.dtype = getattr(torch, policy.params_dtype)
         self._amax_group = amax_group
         self._owner = rank_name if amax_group is None else None
         self._layers: dict[int, nn.Module] = {}
         self._fallen_back: frozenset[int] = frozenset()
         self._recipe = None
+        self._without_fp8 = False
         self._scales = DelayedScales(policy.fp8.interval if policy.fp8 is not None else 1)
         if policy.fp8 is not None:
             compute_scale = self._scales.compute if policy.fp8.interval > 1 else None
@@ -48,22 +50,52 @@ class PrecisionManager:
         fp8 = self.policy.fp8
         return fp8 is not None and layer not in fp8.bf16_layers and layer not in self._fallen_back
 
+    def fall_back(self, layers: Collection[int]) -> None:
+        """From the next step on these layers run in BF16 whatever the policy says, and no others do.
+
+        All ranks of a layer's stage call this with the same layers, between two steps.
+        """
+        self._fallen_back = frozenset(layers)
+
+    @property
+    def layers(self) -> Mapping[int, nn.Module]:
+        """This rank's layers by global number."""
+        return self._layers
+
     def region(self, layer: int) -> AbstractContextManager[object]:
         """The region in which the layer with this global number runs; everything else stays outside of all."""
         if self._recipe is None:
             return nullcontext()
-        if not self.runs_in_fp8(layer):
+        if self._without_fp8 or not self.runs_in_fp8(layer):
             return te.autocast(enabled=False)
         return te.autocast(enabled=True, recipe=self._recipe, amax_reduction_group=self._amax_group)
 
+    def building(self, layer: int) -> AbstractContextManager[object]:
+        """The region in which the layer with this global number is made: its weights live in FP8 if so configured."""
+        fp8 = self.policy.fp8
+        if fp8 is None or not fp8.param_gather or not self.runs_in_fp8(layer):
+            return nullcontext()
+        return te.quantized_model_init(recipe=self._recipe, preserve_high_precision_init_val=True)
+
     def attach(self, layers: Mapping[int, nn.Module]) -> None:
-        """Take charge of this rank's layers, by global number; their FP8 state exists from here on."""
+        """Take charge of this rank's layers, by global number; their FP8 state exists from here on.
+
+        Collective over the amax group where weights live in FP8.
+        """
         self._layers = dict(layers)
         fp8 = self.policy.fp8
-        for number, layer in self._layers.items():
-            if fp8 is not None and self.runs_in_fp8(number):
-                with self.region(number):
-                    init_fp8_modules(layer, fp8)
+        if fp8 is None:
+            return
+        # As in a step, the outer region keeps the inner ones from updating scales when they end.
+        with te.autocast(enabled=False):
+            for number, layer in self._layers.items():
+                if self.runs_in_fp8(number):
+                    with self.region(number):
+                        init_fp8_modules(layer, fp8)
+        if fp8.param_gather:
+            # FP8 weights entered their amaxes when they were filled. The first optimizer step casts them anew, and
+            # shall find the scales that weights cast at the start of the second step would find.
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
 
     def scaling_states(self) -> Iterator[ScalingState]:
         """Delayed-scaling state of this rank's layers, by the whole model's names."""
@@ -125,7 +157,10 @@ class PrecisionManager:
     def evaluation(self) -> Iterator[None]:
         """Forward passes that leave the scaling state as it was; gradients are off inside."""
         before = [(state, state.amax_history[0].clone()) for state in self.scaling_states()]
+        fp8 = self.policy.fp8
+        self._without_fp8 = fp8 is not None and not fp8.evaluate
         with torch.no_grad():
             yield
+        self._without_fp8 = False
         for state, running in before:
             state.amax_history[0].copy_(running)

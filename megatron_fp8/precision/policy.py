@@ -49,7 +49,8 @@ class Fp8Policy:
     """FP8 of the transformer layers.
 
     `fp8_format`: `hybrid` (E4M3 forward, E5M2 backward) or `e4m3`. `margin` (head-room in powers of two), `interval`
-    and `amax_*` are those of delayed scaling. `bf16_layers`: layers of the whole model, from 0, that stay in BF16.
+    and `amax_*` are those of delayed scaling. `evaluate`: FP8 in evaluation too. `bf16_layers`: layers of the whole
+    model, from 0, that stay in BF16.
     """
 
     recipe: Fp8Recipe
@@ -59,6 +60,7 @@ class Fp8Policy:
     amax_history_len: int
     amax_compute_algo: str
     override: GemmOverride
+    evaluate: bool
     param_gather: bool
     bf16_layers: frozenset[int]
     health: HealthPolicy
@@ -133,6 +135,7 @@ def _fp8_policy(config: PrecisionConfig, num_layers: int) -> Fp8Policy:
         amax_history_len=config.fp8_amax_history_len,
         amax_compute_algo=config.fp8_amax_compute_algo,
         override=_gemm_override(config.override_linear_precision),
+        evaluate=config.fp8_eval,
         param_gather=config.fp8_param_gather,
         bf16_layers=layers_in_bf16(config, num_layers),
         health=_health_policy(config),

@@ -15,11 +15,11 @@ GOOD = {
     "megatron_fp8/config/load.py": '"""Load."""\nimport os\nHOME = os.environ["HOME"]\n',
     "megatron_fp8/device.py": '"""Device."""\nimport torch\nNAME = "cuda" if torch.cuda.is_available() else "cpu"\n',
     "megatron_fp8/precision/__init__.py": "",
-    "megatron_fp8/precision/recipe.py": '"""Recipe."""\nfrom megatron_fp8.config.schema import VALUE\n',
-    "megatron_fp8/precision/manager.py": '"""Manager."""\nimport torch\nfrom megatron_fp8.precision import recipe\n',
+    "megatron_fp8/precision/policy.py": '"""Policy."""\nfrom megatron_fp8.config.schema import VALUE\n',
+    "megatron_fp8/precision/manager.py": '"""Manager."""\nimport torch\nfrom megatron_fp8.precision import policy\n',
     "megatron_fp8/data/check.py": '"""Check."""\nfrom megatron_fp8.config import schema\n',
     "megatron_fp8/model/sharding.py": '"""Sharding: no "cuda" here."""\nfrom megatron_fp8.config import schema\n',
-    "megatron_fp8/model/build.py": '"""Build."""\nfrom megatron_fp8.precision.manager import recipe\n',
+    "megatron_fp8/model/build.py": '"""Build."""\nfrom megatron_fp8.precision.manager import policy\n',
     "megatron_fp8/train/state.py": '"""State."""\n',
     "megatron_fp8/train/loop.py": '"""Loop."""\nfrom megatron_fp8.model import build\nfrom . import state\n',
     "tools/bench.py": '"""Bench."""\nimport torch\nfrom megatron_fp8.train import loop\n',
@@ -77,7 +77,7 @@ SCHEMA = "megatron_fp8/config/schema.py"
         (
             "megatron_fp8/precision/__init__.py",
             '"""P."""\nfrom megatron_fp8.precision import manager\n',
-            "recipe.py:1: importing it imports megatron_fp8.precision -> megatron_fp8.precision.manager -> torch",
+            "policy.py:1: importing it imports megatron_fp8.precision -> megatron_fp8.precision.manager -> torch",
         ),
         (
             "pretrain.py",

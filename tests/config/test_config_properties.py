@@ -61,7 +61,13 @@ def values_of(spec: FieldSpec) -> st.SearchStrategy[Any]:
     return values | st.none() if spec.optional else values
 
 
-CONFIGS = st.fixed_dictionaries({key: values_of(spec) for key, spec in config_fields().items()})
+CONFIGS = st.fixed_dictionaries(
+    {
+        # Loading replaces the path of another file by what the file says.
+        key: st.none() if key == "precision.from_accelerate" else values_of(spec)
+        for key, spec in config_fields().items()
+    }
+)
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ CASES = [
     ),
     Case("another program's key", ("fp8.enabled=true",), "fp8.enabled", "true", ON_COMMAND_LINE, "section"),
     Case("wrong type", ("optimizer.lr=fast",), "optimizer.lr", "fast", ON_COMMAND_LINE, "number"),
-    Case("wrong choice", ("precision.mode=fp16",), "precision.mode", "fp16", ON_COMMAND_LINE, "fp8"),
+    Case("wrong choice", ("precision.mode=fp88",), "precision.mode", "fp88", ON_COMMAND_LINE, "fp8"),
     Case(
         "missing data",
         ("data.train_data_path=[nowhere/train]",),
@@ -138,7 +138,7 @@ def test_a_mistake_is_explained(case: Case, tiny: Tiny, tmp_path: Path, without_
 
 
 def test_all_mistakes_are_named_at_once(tiny: Tiny, tmp_path: Path, without_torch: dict[str, str]) -> None:
-    wrong = ("training.train_iter=5", "optimizer.lr=fast", "precision.mode=fp16")
+    wrong = ("training.train_iter=5", "optimizer.lr=fast", "precision.mode=fp88")
     ended = pretrain(tiny.write_config(tmp_path), *wrong, cwd=tmp_path, environment=without_torch)
     assert_refused(ended, "3 mistakes", *(text.replace("=", " = ") for text in wrong))
 
