@@ -2,8 +2,9 @@
 
 What gloo of this torch already has (checked in `tests/cpu`): every collective of Megatron Core's and
 Transformer Engine's, their `_coalescing_manager` and `batch_isend_irecv` forms, AVG, BF16 and FP16
-reductions. What it lacks and this file adds: the name "nccl", float8 elements (moved as bytes, which is
-exact), and NCCL's arguments that have no meaning without CUDA (`device_id`, `device_ids`, `pg_options`).
+reductions. What it lacks and this file adds: the name "nccl", float8 elements and gathers of several element types
+at once (moved as bytes, which is exact), groups of collectives on a device, and NCCL's arguments that have no meaning
+without CUDA (`device_id`, `device_ids`, `pg_options`).
 """
 
 # ruff: noqa: ARG001  (the signatures are torch's)
@@ -18,10 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 # Collectives that only move elements; reductions of float8 do not exist under NCCL either.
-_MOVE_NAMES = (
-    "all_gather all_gather_into_tensor _all_gather_base all_gather_coalesced broadcast scatter gather "
-    "all_to_all all_to_all_single "
-)
+_MOVE_NAMES = "all_gather all_gather_coalesced broadcast scatter gather all_to_all all_to_all_single "
 
 
 def gloo_backend(backend: Any) -> Any:
@@ -35,6 +33,20 @@ def _as_bytes(value: Any) -> Any:
     if isinstance(value, list):
         return [_as_bytes(item) for item in value]
     return value
+
+
+def _gathering_bytes(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Gather into one tensor, always as bytes: of several in one group gloo lays all out in the type of the first,
+    without an error. The distributed optimizer gathers FP8 and BF16 parameters together."""
+
+    def as_bytes(value: Any) -> Any:
+        return value.view(-1).view(torch.uint8) if isinstance(value, torch.Tensor) else value
+
+    @functools.wraps(collective)
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        return collective(*map(as_bytes, args), **{key: as_bytes(value) for key, value in kwargs.items()})
+
+    return gather
 
 
 def _moving_bytes(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,6 +92,17 @@ def _keeping_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     return isend
 
 
+def _coalescing_by_list(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`_coalescing_manager` that collects the collectives in a list: gloo has no start and end of a group on a device,
+    which Transformer Engine asks for by naming the device."""
+
+    @functools.wraps(original)
+    def manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+        return original(group=group, async_ops=async_ops)
+
+    return manager
+
+
 def patch_collectives() -> None:
     """Replace the functions of `torch.distributed` named above."""
     replacements: dict[str, Callable[..., Any]] = {
@@ -87,10 +110,14 @@ def patch_collectives() -> None:
         "new_group": _without_cuda_arguments(dist.new_group, position=2),
         "barrier": _barrier(dist.barrier),
         "isend": _keeping_memory(dist.isend),
+        "_coalescing_manager": _coalescing_by_list(distributed_c10d._coalescing_manager),
     }
     for name in _MOVE_NAMES.split():
         if hasattr(distributed_c10d, name):
             replacements[name] = _moving_bytes(getattr(distributed_c10d, name))
+    for name in ("all_gather_into_tensor", "_all_gather_base"):
+        if hasattr(distributed_c10d, name):
+            replacements[name] = _gathering_bytes(getattr(distributed_c10d, name))
     for name, replacement in replacements.items():
         for module in (dist, distributed_c10d):
             if hasattr(module, name):

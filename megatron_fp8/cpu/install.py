@@ -19,6 +19,7 @@ from types import ModuleType
 from megatron_fp8.cpu.import_hook import patch_after_import
 from megatron_fp8.cpu.malloc import keep_freed_memory
 from megatron_fp8.cpu.megatron import MEGATRON_PATCHES
+from megatron_fp8.cpu.recipes import RECIPE_PATCHES
 
 _EXTENSION = "transformer_engine_torch"
 _MARK = "__megatron_fp8_cpu__"
@@ -64,6 +65,7 @@ def install(force: bool = False) -> bool:
             "transformer_engine.common": _find_stand_in,
             "transformer_engine.pytorch.attention.dot_product_attention.backends": _patch_attention,
             **MEGATRON_PATCHES,
+            **RECIPE_PATCHES,
         }
     )
     return True
