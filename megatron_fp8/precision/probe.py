@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformer_engine_torch as tex
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformer_engine.pytorch.constants import DType
@@ -144,7 +145,7 @@ class TensorProbe:
 def quantisation_sums(source: Tensor, result: Any) -> Tensor:
     """The sums that `TensorHealth.from_sums` takes, FP64 `[6]` on the device, of a tensor and its quantised form."""
     x = source.detach().float().reshape(-1)
-    quantised = result.dequantize(dtype=torch.float32).reshape(-1)
+    quantised = _numbers(result).reshape(-1)
     sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=x.device)
     nonzero = x != 0
     at_limit = (_bytes(result).reshape(-1) & 0x7F) == _LARGEST[DType.cast(result._fp8_dtype)]
@@ -156,6 +157,14 @@ def quantisation_sums(source: Tensor, result: Any) -> Tensor:
     sums[4] = torch.linalg.vector_norm(quantised.sub_(x), dtype=torch.float64).square()
     sums[5] = torch.linalg.vector_norm(x, dtype=torch.float64).square()
     return sums
+
+
+def _numbers(result: Any) -> Tensor:
+    """FP32 numbers of a quantised tensor."""
+    if isinstance(result, MXFP8TensorStorage):
+        # TE's method would first move what is not a GPU's to one.
+        return tex.dequantize(result, DType.kFloat32)
+    return result.dequantize(dtype=torch.float32)
 
 
 def _bytes(result: Any) -> Tensor:
