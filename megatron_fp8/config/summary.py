@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_fp8.config.check import fitting_world_sizes
+from megatron_fp8.config.formats import describe_formats
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
 
@@ -11,12 +12,7 @@ _MOST_WORLD_SIZES_SHOWN = 16
 
 def summarize(config: Config, layout: Layout) -> str:
     """What would run on `layout`, for a person."""
-    model, parallel, precision = config.model, config.parallel, config.precision
-    formats: str = precision.mode
-    if precision.mode == "fp8":
-        formats += (
-            f" ({precision.fp8_recipe} scaling, {precision.fp8_format}, history {precision.fp8_amax_history_len})"
-        )
+    model, parallel = config.model, config.parallel
     chunks = f", {layout.num_chunks} chunks a stage" if layout.num_chunks > 1 else ""
     sequence = ", sequence parallel" if parallel.sequence_parallel else ""
     optimizer = "distributed optimizer" if parallel.use_distributed_optimizer else "replicated optimizer"
@@ -28,7 +24,7 @@ def summarize(config: Config, layout: Layout) -> str:
             f"{layout.num_query_groups} query groups, FFN {layout.ffn_hidden_size}, "
             f"vocabulary {layout.vocab_size:,} padded to {layout.padded_vocab_size:,}: "
             f"{layout.num_parameters:,} parameters",
-            f"  precision  {formats}",
+            f"  precision  {describe_formats(config.precision, model.num_layers)}",
             f"  layout     TP {layout.tensor_model_parallel_size} x PP {layout.pipeline_model_parallel_size} x "
             f"DP {layout.data_parallel_size}{chunks}{sequence}, {optimizer}; "
             f"{layout.layers_per_stage} layers a stage",

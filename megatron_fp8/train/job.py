@@ -13,10 +13,12 @@ import torch.distributed
 
 from megatron_fp8 import device as devices
 from megatron_fp8.config.dump import dump_config
+from megatron_fp8.config.formats import describe_formats, linear_layers_in_fp8
 from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.rundir import create_run_directory
 from megatron_fp8.config.schema import Config
 from megatron_fp8.parallel.start import init_process_group
+from megatron_fp8.precision.chart.chart import format_chart, precision_chart
 from megatron_fp8.report.console import ConsoleSink
 from megatron_fp8.report.library_warnings import hide_meaningless_warnings
 from megatron_fp8.report.record import JsonLines, Recorder, Sink, Value
@@ -78,19 +80,21 @@ def _open_run(config: Config) -> tuple[Path | None, Recorder]:
 def _description(
     config: Config, layout: Layout, device: devices.Device, run_directory: Path | None
 ) -> dict[str, Value]:
-    parallel, precision = config.parallel, config.precision
-    formats: str = precision.mode
-    if precision.mode == "fp8":
-        formats += f" {precision.fp8_recipe} {precision.fp8_format}, history {precision.fp8_amax_history_len}"
-        formats += ", emulated" if device.emulated else ", native"
+    parallel, num_layers = config.parallel, config.model.num_layers
+    in_fp8, linear_layers = linear_layers_in_fp8(config.precision, num_layers)
+    arithmetic = "emulated" if device.emulated else "native"
     return {
         "run directory": str(run_directory),
         "device": device.description,
-        "precision": f"{formats}; masters, gradients, moments fp32",
+        "precision": describe_formats(config.precision, num_layers, arithmetic),
+        "arithmetic": arithmetic,
+        "linear layers in fp8": in_fp8,
+        "linear layers": linear_layers,
         "layout": (
             f"tp {parallel.tensor_model_parallel_size} x pp {parallel.pipeline_model_parallel_size}"
             f" x dp {layout.data_parallel_size}, {layout.num_microbatches} micro-batches of"
             f" {config.training.micro_batch_size}"
         ),
         "parameters": f"{layout.num_parameters:,}",
+        "precision chart": "\n" + format_chart(precision_chart(config, layout)),
     }
