@@ -73,13 +73,17 @@ class GPTStage(MegatronModule):
         self.rotary: RotaryPositionEmbedding | None = None
         if model.position_embedding_type == "rope":
             self.rotary = factory.rotary()
-        self.layers = nn.ModuleList(factory.layer(spec.first_layer + i) for i in range(spec.num_layers))
+        self.layers = nn.ModuleList(self._make_layer(spec.first_layer + i) for i in range(spec.num_layers))
         if spec.post_process:
             self.final_norm = factory.final_norm()
             self.output_layer = factory.output_layer(padded_vocab_size)
             if self.share_embeddings_and_output_weights:
                 self.output_layer.weight = self.embedding.word_embeddings.weight
         self._mark_tied_weight()
+
+    def _make_layer(self, number: int) -> nn.Module:
+        with self._precision.building(number):
+            return self._factory.layer(number)
 
     def _mark_tied_weight(self) -> None:
         """Set the marks by which Megatron adds up the copies' gradients and counts them once in the norm."""

@@ -43,7 +43,11 @@ def init_parameters(named: Iterable[tuple[str, nn.Parameter]], settings: InitSet
         sharding = parameter_sharding(name, settings.activation)
         shape = sharding.full_shape(parameter.shape, tp.size())
         full = initial_value(name, shape, settings)
-        parameter.copy_(sharding.local_shard(full, tp.rank(), tp.size()))
+        value = sharding.local_shard(full, tp.rank(), tp.size()).to(parameter.dtype)
+        parameter.copy_(value)
+        if hasattr(parameter, "get_high_precision_init_val"):
+            # An FP8 weight: its master starts from these values, not from what FP8 made of them.
+            parameter.get_high_precision_init_val().copy_(value)
 
 
 def initial_value(name: str, shape: list[int], settings: InitSettings) -> torch.Tensor:

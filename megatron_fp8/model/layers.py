@@ -16,9 +16,9 @@ from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import ModelConfig
 
 
-def _keep(weight: Tensor) -> Tensor:
-    """Initialisation left to `model/init.py`."""
-    return weight
+def _zeros(weight: Tensor) -> Tensor:
+    """The values come from `model/init.py`; until then zeros, since FP8 weights enter their amax into the history."""
+    return nn.init.zeros_(weight)
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class LayerFactory:
             layernorm_epsilon=model.norm_epsilon,
             hidden_dropout=model.hidden_dropout,
             attention_dropout=model.attention_dropout,
-            init_method=_keep,
-            output_layer_init_method=_keep,
+            init_method=_zeros,
+            output_layer_init_method=_zeros,
             layer_number=index + 1,
             self_attn_mask_type="causal",
             tp_group=self.tp,
@@ -100,7 +100,7 @@ class LayerFactory:
             params_dtype=self.dtype,
             get_rng_state_tracker=tensor_parallel.get_cuda_rng_tracker,
             fuse_wgrad_accumulation=True,
-            init_method=_keep,
+            init_method=_zeros,
             device=self.device,
             name="output_layer",
         )

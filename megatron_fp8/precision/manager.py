@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+from megatron_fp8.precision.device_support import require_device_support
 from megatron_fp8.precision.policy import PrecisionPolicy
 from megatron_fp8.precision.scaling import DelayedScales
 from megatron_fp8.precision.state import ScaleUnits, ScalingState, capture, restore, scaling_states
@@ -42,6 +43,7 @@ class PrecisionManager:
         self._without_fp8 = False
         self._scales = DelayedScales(policy.fp8.interval if policy.fp8 is not None else 1)
         if policy.fp8 is not None:
+            require_device_support(policy.fp8)
             compute_scale = self._scales.compute if policy.fp8.interval > 1 else None
             self._recipe = te_recipe(policy.fp8, amax_group is not None, device, compute_scale)
 
@@ -129,7 +131,7 @@ class PrecisionManager:
     def _units(self) -> ScaleUnits:
         assert self.policy.fp8 is not None
         maxima = te_format(self.policy.fp8).value
-        return ScaleUnits(maxima.max_fwd, maxima.max_bwd, self.policy.fp8.margin)
+        return ScaleUnits(float(maxima.max_fwd), float(maxima.max_bwd), self.policy.fp8.margin)
 
     @contextmanager
     def training_step(self) -> Iterator[None]:

@@ -122,7 +122,7 @@ def test_mxfp8_values_scales_and_layouts(fp8: Any, square: bool) -> None:
 
 
 def test_degenerate_blocks() -> None:
-    x = torch.zeros(6, 128)
+    x = torch.zeros(32, 128)
     x[1, 3], x[2, 0], x[3, 5], x[4, 0], x[5, :2] = 1e-40, math.inf, math.nan, 448.0, torch.tensor([math.nan, 7.0])
     block = tex.quantize(x, blockwise(columnwise=False))
     largest = 2.0**-127
@@ -154,6 +154,12 @@ def test_outputs_take_the_usages_and_noop_leaves_them(make: Any, internal: bool)
     assert torch.equal(output._columnwise_data, fresh._columnwise_data)
     assert torch.equal(output._columnwise_scale_inv, fresh._columnwise_scale_inv)
     assert tex.quantize(torch.empty(0, 128), make()).shape == (0, 128)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 32), (32, 48)])
+def test_mxfp8_refuses_what_its_blocks_do_not_divide(shape: tuple[int, ...]) -> None:
+    with pytest.raises(RuntimeError, match="divisible by 32"):
+        tex.quantize(torch.ones(shape), mxfp8())
 
 
 def test_a_usage_that_is_not_there_is_named() -> None:

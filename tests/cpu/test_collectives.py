@@ -30,7 +30,7 @@ def worker(rank: int, store_file: str) -> None:
     assert dist.get_backend(pair) == "gloo"
     assert pair._get_backend(torch.device("cuda")) is not None
     dist.barrier(group=pair, device_ids=[rank])
-    for check in (moves, reductions, coalesced, crossing_messages, freed_after_isend):
+    for check in (moves, reductions, coalesced, coalesced_types, crossing_messages, freed_after_isend):
         check(rank, pair)
     dist.destroy_process_group()
 
@@ -98,6 +98,25 @@ def coalesced(rank: int, group: Any) -> None:
     work.wait()
     for index, buffer in enumerate(buffers):
         assert torch.equal(buffer, 2 * torch.arange(4.0) + 10 + 200 * index)
+
+
+def coalesced_types(rank: int, group: Any) -> None:
+    """FP8 and BF16 parameters in one group, and Transformer Engine's group, which names a device."""
+    import torch
+    import torch.distributed as dist
+
+    for options in ({}, {"device": torch.device("cuda", rank)}):
+        whole = {
+            dtype: torch.arange(size, device="cuda").to(dtype).view(2, -1, 2)
+            for dtype, size in ((torch.bfloat16, 12), (torch.uint8, 8), (torch.float32, 4), (torch.float8_e5m2, 4))
+        }
+        gathered = {dtype: torch.empty_like(value.flatten(0, 1)) for dtype, value in whole.items()}
+        with dist._coalescing_manager(group=group, async_ops=True, **options) as work:
+            for dtype, value in whole.items():
+                dist.all_gather_into_tensor(gathered[dtype], value[rank], group=group, async_op=True)
+        work.wait()
+        for dtype, value in whole.items():
+            assert equal(gathered[dtype], value.flatten(0, 1)), dtype
 
 
 def crossing_messages(rank: int, group: Any) -> None:

@@ -5,6 +5,7 @@ multiples of (128, 4), columnwise `[m / 32, k]` padded to (4, 128). A GPU's GEMM
 reads these, so tensors never say that they are swizzled. Must not know GEMMs or modules.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,12 @@ def quantize_mxfp8(tensor: Tensor, quantizer: Any, output: Any, noop: bool) -> A
 
     A block's scale is the smallest power of two with which its amax fits into FP8; with `with_2d_quantization` a block
     is 32 x 32 and both usages share its scale. An infinite amax gets the largest scale, 0 the smallest.
+
+    Raises RuntimeError, as TE does, unless the last axis and the product of the others are multiples of 32.
     """
+    rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+    if rows % _LENGTH or columns % _LENGTH:
+        raise RuntimeError(f"MXFP8 requires tensor dims that are divisible by {_LENGTH} (got shape={(rows, columns)})")
     if output is None:
         output = empty_mxfp8(quantizer, tensor.shape, tensor.dtype)
     else:
