@@ -22,6 +22,7 @@ AT_START = "precision.num_layers_at_start_in_bf16"
 AT_END = "precision.num_layers_at_end_in_bf16"
 HEALTH_INTERVAL = "precision.fp8_health_interval"
 FALLBACK = "precision.fp8_fallback"
+NUM_HEALTHY = "precision.fp8_fallback_num_healthy_checks"
 INITIAL_SCALE = "precision.initial_loss_scale"
 MIN_SCALE = "precision.min_loss_scale"
 
@@ -148,6 +149,21 @@ def _fallback(facts: Facts) -> Iterator[Finding]:
             FALLBACK,
             f"a layer falls back when checks find it over a limit, and {HEALTH_INTERVAL}=0 makes none",
             (Alternative(HEALTH_INTERVAL, [100]), Alternative(FALLBACK, [False])),
+        )
+    if precision.fp8_fallback and precision.fp8_param_gather:
+        yield Finding(
+            "fallback of FP8 weights",
+            FALLBACK,
+            "with precision.fp8_param_gather a layer's weights exist in FP8 only, so it cannot run in BF16",
+            (Alternative("precision.fp8_param_gather", [False]), Alternative(FALLBACK, [False])),
+        )
+    if precision.fp8_fallback and precision.fp8_fallback_num_healthy_checks and not facts.config.model.fuse_qkv_params:
+        yield Finding(
+            "return of unfused weights",
+            NUM_HEALTHY,
+            "with model.fuse_qkv_params=false what FP8 would do to the query, key and value weights of a layer in "
+            "BF16 is not measured",
+            (Alternative(NUM_HEALTHY, [0]), Alternative("model.fuse_qkv_params", [True])),
         )
 
 

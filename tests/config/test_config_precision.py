@@ -68,6 +68,11 @@ def test_valid_formats_pass(tmp_path: Path, overrides: list[str]) -> None:
             "[false,false,true]",
         ),
         ([FP8, "fp8_fallback=true", "fp8_health_interval=0"], "fp8_fallback", "makes none", "health_interval=100"),
+        ([FP8, "fp8_fallback=true", "fp8_param_gather=true"], "fp8_fallback", "FP8 only", "fp8_param_gather=false"),
+        (
+            [FP8, "fp8_fallback=true", "fp8_fallback_num_healthy_checks=1", "model.fuse_qkv_params=false"],
+            *("fp8_fallback_num_healthy_checks", "not measured", "fp8_fallback_num_healthy_checks=0"),
+        ),
         (["mode=fp16", "initial_loss_scale=0.5"], "initial_loss_scale", "never gets lower", "min_loss_scale=0.5"),
         (
             ["exp_avg_dtype=bf16", "parallel.use_distributed_optimizer=false"],
