@@ -32,8 +32,9 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any,
         processes, pipes = [], []
         for rank in range(world_size):
             receiver, sender = _SERVER.Pipe(duplex=False)
+            # Not a daemon: those may not start the processes that write checkpoints.
             process = _SERVER.Process(
-                target=_rank_main, args=(sender, rank, world_size, directory, function, arguments), daemon=True
+                target=_rank_main, args=(sender, rank, world_size, directory, function, arguments)
             )
             process.start()
             sender.close()

@@ -1,0 +1,103 @@
+"""Owns what a checkpoint holds, as named tensors of the whole model and this rank's boxes of them.
+
+Every name is free of the layout: `master.<parameter>`, `exp_avg.<parameter>`, `exp_avg_sq.<parameter>` in FP32,
+`precision.<name>` (FP8 scaling state), `rng.<stream>@<coordinates>`, `scalars`. The model's own weights are not there:
+they are the masters, rounded. Built on Megatron Core's `ShardedTensor`; must not know directories.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from megatron_fp8.checkpoint.placement import Placement
+from megatron_fp8.config.layout import Layout
+from megatron_fp8.model.build import global_parameters
+from megatron_fp8.model.sharding import parameter_sharding
+from megatron_fp8.optim.state import NAMES, StatePart, state_parts
+from megatron_fp8.parallel.groups import ParallelGroups
+
+
+@dataclass(frozen=True)
+class ModelPlaces:
+    """Where this rank's parameters lie in the whole model's: global names, and placements by parameter."""
+
+    names: Mapping[torch.nn.Parameter, str]
+    placements: Mapping[torch.nn.Parameter, Placement]
+    groups: ParallelGroups
+    distributed_optimizer: bool
+
+    def replica(self, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
+        """Megatron's replica number: all zero for the rank that writes. (copy on another stage, TP, DP)."""
+        divided = self.placements[parameter].sharding.axis is not None
+        # The last stage's copy of a tied embedding has the first one's name.
+        copy = int(self.names[parameter].startswith("embedding.") and not self.groups.is_first_stage)
+        tp = 0 if divided else self.groups.tp.rank()
+        return copy, tp, 0 if self.distributed_optimizer else self.groups.dp.rank()
+
+
+def model_places(
+    chunks: Sequence[DistributedDataParallel],
+    layout: Layout,
+    activation: str,
+    groups: ParallelGroups,
+    distributed: bool,
+) -> ModelPlaces:
+    """The places of every parameter of this rank's chunks."""
+    names, placements = {}, {}
+    for name, parameter in global_parameters(chunks):
+        sharding = parameter_sharding(name, activation)
+        names[parameter] = name
+        placements[parameter] = Placement(
+            sharding,
+            tuple(parameter.shape),
+            groups.tp.rank(),
+            groups.tp.size(),
+            layout.vocab_size if sharding.is_padded_vocab else None,
+        )
+    return ModelPlaces(names, placements, groups, distributed)
+
+
+def optimizer_tensors(
+    optimizer: MegatronOptimizer, places: ModelPlaces, names: Sequence[str] = NAMES
+) -> Iterator[tuple[StatePart, str, Tensor, list[ShardedTensor]]]:
+    """(part, state name, flat FP32 values, their boxes as views) of all that this rank keeps of the optimizer."""
+    for part in state_parts(optimizer):
+        for name in names:
+            values = part.read(name)
+            yield part, name, values, list(_boxes(f"{name}.{places.names[part.parameter]}", part, values, places))
+
+
+def _boxes(key: str, part: StatePart, values: Tensor, places: ModelPlaces) -> Iterator[ShardedTensor]:
+    placement = places.placements[part.parameter]
+    for box in placement.boxes(part.start, part.stop):
+        yield ShardedTensor(
+            key=key,
+            data=values[box.start - part.start : box.stop - part.start].view(box.shape),
+            dtype=values.dtype,
+            local_shape=box.shape,
+            global_shape=placement.whole_shape,
+            global_offset=box.offset,
+            # No regular grid: ranges of the optimizer's buffers end anywhere.
+            axis_fragmentations=None,
+            replica_id=places.replica(part.parameter),
+        )
+
+
+def whole_tensor(key: str, tensor: Tensor, replica: int) -> ShardedTensor:
+    """A tensor that one rank writes whole (`replica` 0) and others hold too."""
+    tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+    return ShardedTensor(
+        key=key,
+        data=tensor,
+        dtype=tensor.dtype,
+        local_shape=tuple(tensor.shape),
+        global_shape=tuple(tensor.shape),
+        global_offset=(0,) * tensor.dim(),
+        axis_fragmentations=None,
+        replica_id=replica,
+    )

@@ -1,0 +1,141 @@
+"""Owns a run's directory of checkpoints: names, the commit of a new one, which one is the latest, which ones go.
+
+    checkpoints/
+      iter_0000100/          a whole checkpoint: Megatron's files and our manifest
+      .iter_0000200.incomplete/   being written, or left by a job that was killed
+      latest_checkpointed_iteration.txt
+
+A checkpoint is written under its hidden name, synced, given its manifest, renamed, and only then named as the latest:
+whatever moment a job is killed at, the latest one is whole. Imports no torch; must not know what checkpoints hold.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_fp8.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    damage,
+    gathered_sums,
+    read_manifest,
+    remove_sums,
+    sync,
+    write_manifest,
+    write_whole,
+)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_WHOLE = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True)
+class CheckpointDirectory:
+    """The directory that a run's checkpoints lie in; it need not exist yet."""
+
+    root: Path
+
+    def path(self, iteration: int) -> Path:
+        """Where the whole checkpoint of an iteration lies."""
+        return self.root / f"iter_{iteration:07d}"
+
+    def begin(self, iteration: int) -> Path:
+        """An empty directory to write the checkpoint of an iteration into; called by one rank, before the others write.
+
+        What a killed job left of an earlier try is removed.
+        """
+        path = self.incomplete(iteration)
+        if path.exists():
+            shutil.rmtree(path)
+        path.mkdir(parents=True)
+        return path
+
+    def incomplete(self, iteration: int) -> Path:
+        """Where the checkpoint of an iteration is written."""
+        return self.root / f".iter_{iteration:07d}.incomplete"
+
+    def commit(self, manifest: Manifest) -> Path:
+        """Make what was written for the manifest's iteration a whole checkpoint, and the latest; called by one rank.
+
+        Every rank must have written its files and their sums. An older checkpoint of the same iteration is replaced.
+        Raises CheckpointError, and leaves the latest one as it was, where files are missing.
+        """
+        incomplete, path = self.incomplete(manifest.iteration), self.path(manifest.iteration)
+        write_manifest(incomplete, replace(manifest, files=gathered_sums(incomplete)))
+        remove_sums(incomplete)
+        sync(incomplete)
+        if path.exists():
+            # Out of the way under a name that nobody loads; the tracker must not name it meanwhile.
+            old = self.root / f".{path.name}.replaced"
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
+            incomplete.rename(path)
+            shutil.rmtree(old)
+        else:
+            incomplete.rename(path)
+        sync(self.root)
+        write_whole(self.root / TRACKER, f"{manifest.iteration}\n")
+        return path
+
+    def iterations(self) -> list[int]:
+        """Iterations that have a checkpoint, whole or damaged later, oldest first."""
+        if not self.root.is_dir():
+            return []
+        found = (_WHOLE.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir())
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def latest(self) -> int | None:
+        """The iteration that the tracker names; None without a tracker. CheckpointError for a tracker that is wrong."""
+        path = self.root / TRACKER
+        try:
+            text = path.read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return None
+        if not text.isdecimal():
+            raise CheckpointError(f"{path} says {text!r}, not an iteration; write one of {self.iterations()} into it")
+        return int(text)
+
+    def newest_whole(self, before: int | None = None, contents: bool = True) -> int | None:
+        """The newest iteration (below `before`) whose checkpoint is whole; None if there is none."""
+        for iteration in reversed(self.iterations()):
+            if (before is None or iteration < before) and not any(damage(self.path(iteration), contents)):
+                return iteration
+        return None
+
+    def manifest(self, iteration: int) -> Manifest:
+        """The manifest of an iteration's checkpoint."""
+        return read_manifest(self.path(iteration))
+
+    def prune(self, keep_last: int | None, retain_interval: int | None) -> list[int]:
+        """Remove checkpoints but the newest `keep_last` and those of multiples of `retain_interval`; returns which.
+
+        `keep_last` None: all stay. The latest whole one stays always, and so does what is newer.
+        """
+        if keep_last is None:
+            return []
+        removed = []
+        for iteration in self.iterations()[: -max(keep_last, 1)]:
+            if iteration == self.latest() or (retain_interval and iteration % retain_interval == 0):
+                continue
+            # First out of sight, so that a half removed one is never taken for a checkpoint.
+            doomed = self.root / f".iter_{iteration:07d}.removed"
+            self.path(iteration).rename(doomed)
+            shutil.rmtree(doomed)
+            removed.append(iteration)
+        return removed
+
+    def sweep(self) -> list[Path]:
+        """Remove what killed jobs left: half written, half removed. Called by one rank before training starts."""
+        left = list(self._leftovers())
+        for path in left:
+            shutil.rmtree(path)
+        return left
+
+    def _leftovers(self) -> Iterator[Path]:
+        if self.root.is_dir():
+            for suffix in ("incomplete", "replaced", "removed"):
+                yield from sorted(self.root.glob(f".iter_*.{suffix}"))

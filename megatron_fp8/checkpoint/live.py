@@ -1,0 +1,131 @@
+"""Owns the state of a running job seen as a checkpoint sees it: gathered to be saved, and put back.
+
+Loading restores the masters, moments, step, loss scale, schedule, FP8 scaling state and random streams; the model's
+weights follow from the masters. Must not know directories or when to save.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from megatron_fp8.checkpoint.contents import ModelPlaces, optimizer_tensors, whole_tensor
+from megatron_fp8.checkpoint.index import StoredTensor, read_index
+from megatron_fp8.checkpoint.manifest import CheckpointError
+from megatron_fp8.checkpoint.streams import read_streams, stream_owner, write_streams
+from megatron_fp8.optim.state import (
+    MASTER,
+    NAMES,
+    allocate_state,
+    masters_to_parameters,
+    read_scalars,
+    write_scalars,
+)
+from megatron_fp8.precision.manager import PrecisionManager
+
+_PRECISION, _STREAM = "precision.", "rng."
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """The parts of a job that change while it trains, on this rank."""
+
+    chunks: Sequence[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+    precision: PrecisionManager
+    places: ModelPlaces
+    device: torch.device
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers to be saved in the manifest, the same on every rank."""
+        return {**read_scalars(self.optimizer), "schedule_steps": self.schedule.num_steps}
+
+    def tensors_to_save(self) -> dict[str, Any]:
+        """Megatron's sharded state dict of everything; its tensors are the live ones."""
+        allocate_state(self.optimizer)
+        groups = self.places.groups
+        boxes: dict[str, Any] = {}
+        for _, _, _, parts in optimizer_tensors(self.optimizer, self.places):
+            boxes.update({f"{part.key}@{part.global_offset}": part for part in parts})
+        in_stage = groups.tp.rank() + groups.tp.size() * groups.dp.rank()
+        for name, tensor in self.precision.state_dict().items():
+            # A rank's own state has its own name; a layer's is in one stage; the rest is everywhere.
+            replica = 0 if "@" in name else in_stage if name.startswith("layers.") else groups.rank
+            boxes[_PRECISION + name] = whole_tensor(_PRECISION + name, tensor, replica)
+        for name, state in read_streams(self.device).items():
+            key = f"{_STREAM}{name}@{stream_owner(groups)}"
+            boxes[key] = whole_tensor(key, state, 0)
+        return boxes
+
+    def load(self, directory: Path, scalars: Mapping[str, float], weights_only: bool = False) -> list[str]:
+        """Take over the whole checkpoint in `directory`; returns what could not be carried over as it was.
+
+        `weights_only`: the masters alone, as for a fine-tuning; everything else stays as at the start of a run.
+        Raises CheckpointError, before anything is changed, when the checkpoint is of another model.
+        """
+        index = read_index(directory)
+        allocate_state(self.optimizer)
+        names = (MASTER,) if weights_only else NAMES
+        states = list(optimizer_tensors(self.optimizer, self.places, names))
+        _require_same_model(directory, index, [box for _, _, _, boxes in states for box in boxes])
+        wanted: dict[str, Any] = {}
+        for _, _, _, parts in states:
+            wanted.update({f"{part.key}@{part.global_offset}": part for part in parts})
+        others = {} if weights_only else self._others(index)
+        wanted.update(others)
+        # The tensors are filled where they are.
+        dist_checkpointing.load(wanted, str(directory), ("torch_dist", 1), validate_access_integrity=False)
+        for part, name, values, _ in states:
+            part.write(name, values)
+        masters_to_parameters(self.optimizer, self.chunks)
+        if weights_only:
+            return []
+        write_scalars(self.optimizer, scalars)
+        self.schedule.num_steps = 0
+        self.schedule.step(int(scalars["schedule_steps"]))
+        return self._restore_others({name: tensor.data for name, tensor in others.items()}, index)
+
+    def _others(self, index: Mapping[str, StoredTensor]) -> dict[str, ShardedTensor]:
+        """What is loaded whole: scaling state of any rank, this rank's random streams."""
+        mine = f"@{stream_owner(self.places.groups)}"
+        return {
+            name: whole_tensor(name, torch.empty(stored.shape, dtype=stored.dtype), 0)
+            for name, stored in index.items()
+            if name.startswith(_PRECISION) or (name.startswith(_STREAM) and name.endswith(mine))
+        }
+
+    def _restore_others(self, loaded: Mapping[str, Tensor], index: Mapping[str, StoredTensor]) -> list[str]:
+        scaling = {name.removeprefix(_PRECISION): t for name, t in loaded.items() if name.startswith(_PRECISION)}
+        notes = self.precision.load_state_dict({name: _scalar_again(name, tensor) for name, tensor in scaling.items()})
+        streams = {name[len(_STREAM) :].split("@")[0]: t for name, t in loaded.items() if name.startswith(_STREAM)}
+        if streams:
+            write_streams(streams, self.device)
+        elif any(name.startswith(_STREAM) for name in index):
+            notes.append("the random streams of dropout start anew: they belong to the ranks of another layout")
+        return notes
+
+
+def _scalar_again(name: str, tensor: Tensor) -> Tensor:
+    return tensor if name.startswith("layers.") else tensor.reshape(())
+
+
+def _require_same_model(directory: Path, index: Mapping[str, StoredTensor], boxes: Sequence[ShardedTensor]) -> None:
+    wrong = []
+    for key, shape in {box.key: box.global_shape for box in boxes}.items():
+        stored = index.get(key)
+        if stored is None:
+            wrong.append(f"{key} is not there")
+        elif stored.shape != tuple(shape):
+            wrong.append(f"{key} has shape {list(stored.shape)}, this model's is {list(shape)}")
+    if wrong:
+        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError(f"{directory} is a checkpoint of another model: {'; '.join(wrong[:5])}{more}")

@@ -1,0 +1,158 @@
+"""Owns the manifest of a checkpoint: what makes it whole, what it was made by, and whether its files are as written.
+
+A directory without a readable manifest is not a checkpoint. Plain files and JSON; imports no torch, must not know
+what the files hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+# Each rank writes the sums of its own files beside them; the commit gathers them into the manifest.
+_SUMS_PREFIX = ".sums-"
+_BLOCK_BYTES = 1 << 22
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be used or written; the text names the file, why, and what to do."""
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """Size and SHA-256 of one file."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is.
+
+    `config`: the run's config as YAML. `layout`: sizes of the job that wrote it. `counters`: iteration, consumed
+    samples and tokens, and the like. `versions`: of the packages that wrote it. `files`: all others, by name.
+    """
+
+    iteration: int
+    config: str
+    layout: Mapping[str, int]
+    counters: Mapping[str, int]
+    versions: Mapping[str, str]
+    files: Mapping[str, FileSum] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the files."""
+        return sum(file.num_bytes for file in self.files.values())
+
+
+def write_sums(directory: Path, rank: int, names: Iterable[str]) -> None:
+    """Bring this rank's files to the disk, and note their sums for the commit."""
+    sums = {}
+    for name in names:
+        path = directory / name
+        sums[name] = asdict(file_sum(path))
+        sync(path)
+    write_whole(directory / f"{_SUMS_PREFIX}{rank:06d}.json", json.dumps(sums))
+
+
+def gathered_sums(directory: Path) -> dict[str, FileSum]:
+    """The sums of all ranks. CheckpointError if there is a file that nobody summed."""
+    sums: dict[str, FileSum] = {}
+    for path in sorted(directory.glob(f"{_SUMS_PREFIX}*.json")):
+        sums.update({name: FileSum(**value) for name, value in json.loads(path.read_text(encoding="utf-8")).items()})
+    unknown = {path.name for path in directory.iterdir() if not path.name.startswith(_SUMS_PREFIX)} - sums.keys()
+    if unknown:
+        raise CheckpointError(f"{directory}: no rank says that it wrote {', '.join(sorted(unknown))}")
+    return sums
+
+
+def remove_sums(directory: Path) -> None:
+    """Remove what `write_sums` left; the manifest has it now."""
+    for path in directory.glob(f"{_SUMS_PREFIX}*.json"):
+        path.unlink()
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest whole or not at all."""
+    write_whole(directory / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint directory. CheckpointError where there is none, or it cannot be read."""
+    path = directory / MANIFEST
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        files = {name: FileSum(**value) for name, value in values.pop("files").items()}
+        manifest = Manifest(**values, files=files)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist: {directory} is not a whole checkpoint") from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): the checkpoint is damaged") from error
+    if manifest.format_version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: format {manifest.format_version} is newer than this program's {FORMAT_VERSION}; "
+            "use the version that wrote it"
+        )
+    return manifest
+
+
+def damage(directory: Path, contents: bool = True) -> Iterator[str]:
+    """What is wrong with a checkpoint, one line a file; nothing: it is whole.
+
+    Sizes are always compared; `contents`: SHA-256 too, which reads every byte.
+    """
+    try:
+        manifest = read_manifest(directory)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    for name, expected in manifest.files.items():
+        path = directory / name
+        if Path(name).name != name:
+            yield f"{directory / MANIFEST} names {name!r}, which is outside of its directory"
+        elif not path.is_file():
+            yield f"{path} is missing"
+        elif path.stat().st_size != expected.num_bytes:
+            yield f"{path} has {path.stat().st_size:,} bytes; {expected.num_bytes:,} were written"
+        elif contents and file_sum(path).sha256 != expected.sha256:
+            yield f"{path} is not what was written: its SHA-256 differs"
+
+
+def file_sum(path: Path) -> FileSum:
+    """Size and SHA-256 of a file."""
+    digest, num_bytes = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            num_bytes += len(block)
+    return FileSum(num_bytes, digest.hexdigest())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file's text so that after a crash either the old or the new text is there."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or a directory's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,149 @@
+"""Owns writing a checkpoint in the background: the copy, Megatron's writer process, sums, the commit.
+
+The step that saves waits for the copy of this rank's state. A process then writes and sums the files; when all ranks'
+have ended, which `poll` looks at between steps, rank 0 commits. A write that failed raises its own error there, and
+the checkpoint before it stays the latest. Must not know when to save.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+
+from megatron_fp8.checkpoint.directory import CheckpointDirectory
+from megatron_fp8.checkpoint.live import LiveState
+from megatron_fp8.checkpoint.mailbox import use_mailbox
+from megatron_fp8.checkpoint.manifest import CheckpointError, Manifest, write_sums
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that was committed.
+
+    `hold_up_seconds`: how long training waited for it; `seconds`: from the start to the commit.
+    """
+
+    path: Path
+    iteration: int
+    num_bytes: int
+    hold_up_seconds: float
+    seconds: float
+
+
+class CheckpointWriter:
+    """Writes checkpoints of `live` into `directory`, one at a time; every rank makes one and calls the same methods."""
+
+    def __init__(self, directory: CheckpointDirectory, live: LiveState) -> None:
+        self._directory = directory
+        self._live = live
+        self._queue = AsyncCallsQueue()
+        self._pending: _Pending | None = None
+        use_mailbox()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is on its way to the disk."""
+        return self._pending is not None
+
+    def start(self, manifest: Manifest) -> None:
+        """Copy the state and begin to write it; the one before is waited for. Collective."""
+        self.wait()
+        started = time.monotonic()
+        path = self._directory.incomplete(manifest.iteration)
+        on_rank_0(lambda: self._directory.begin(manifest.iteration), self._live.device)
+        try:
+            request = dist_checkpointing.save(
+                self._live.tensors_to_save(),
+                str(path),
+                ("torch_dist", 1),
+                async_sharded_save=True,
+                # What every rank writes follows from the layout, which tests check; this would gather it all each time.
+                validate_access_integrity=False,
+            )
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {error}") from error
+        assert request is not None
+        self._queue.schedule_async_request(_with_sums(request, path))
+        self._pending = _Pending(manifest, started, time.monotonic() - started)
+
+    def poll(self) -> SavedCheckpoint | None:
+        """The checkpoint that has become whole since the last call, if any. Collective while one is being written."""
+        return self._finish(blocking=False)
+
+    def wait(self) -> SavedCheckpoint | None:
+        """As `poll`, after the write has ended."""
+        return self._finish(blocking=True)
+
+    def _finish(self, blocking: bool) -> SavedCheckpoint | None:
+        pending = self._pending
+        if pending is None:
+            return None
+        begun = time.monotonic()
+        try:
+            if not self._queue.maybe_finalize_async_calls(blocking):
+                return None
+        except (CheckpointingException, RuntimeError, OSError) as error:
+            self._pending = None
+            raise CheckpointError(
+                f"the checkpoint of iteration {pending.manifest.iteration} could not be written: {error}. "
+                f"The latest whole one is that of iteration {self._directory.latest()}"
+            ) from error
+        self._pending = None
+        on_rank_0(lambda: self._commit(pending), self._live.device)
+        path = self._directory.path(pending.manifest.iteration)
+        now = time.monotonic()
+        return SavedCheckpoint(
+            path,
+            pending.manifest.iteration,
+            self._directory.manifest(pending.manifest.iteration).num_bytes,
+            pending.hold_up_seconds + now - begun,
+            now - pending.started,
+        )
+
+    def _commit(self, pending: "_Pending") -> None:
+        incomplete = self._directory.incomplete(pending.manifest.iteration)
+        # What Megatron writes itself, on rank 0 and after the writers: the index and its settings.
+        written = {path.name for path in incomplete.iterdir() if path.suffix != ".distcp" and path.is_file()}
+        write_sums(incomplete, -1, sorted(name for name in written if not name.startswith(".sums-")))
+        self._directory.commit(pending.manifest)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    manifest: Manifest
+    started: float
+    hold_up_seconds: float
+
+
+def _with_sums(request: AsyncRequest, path: Path) -> AsyncRequest:
+    """The request whose process sums this rank's files too, when they are written."""
+    write, rank = request.async_fn, torch.distributed.get_rank()
+
+    def write_and_sum(*arguments: Any, **keywords: Any) -> None:
+        if write is not None:
+            write(*arguments, **keywords)
+        write_sums(path, rank, sorted(file.name for file in path.glob(f"__{rank}_*.distcp")))
+
+    return request._replace(async_fn=write_and_sum)
+
+
+def on_rank_0(action: Callable[[], Any], device: torch.device) -> None:
+    """Do something on rank 0; every rank waits for it, and raises CheckpointError when it failed there."""
+    error: Exception | None = None
+    if torch.distributed.get_rank() == 0:
+        try:
+            action()
+        except (CheckpointError, OSError) as caught:
+            error = caught
+    failed = torch.tensor([error is not None], dtype=torch.int32, device=device)
+    torch.distributed.broadcast(failed, src=0)
+    if error is not None:
+        raise CheckpointError(str(error)) from error
+    if failed.item():
+        raise CheckpointError("rank 0 could not do its part of the checkpoint; its own error says why")

@@ -1,0 +1,36 @@
+"""Owns the random number streams of a rank: what dropout draws from. Weights and sample order draw from none of them.
+
+Streams belong to a rank's coordinates: under another layout there is no meaningful way to continue them.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+from megatron_fp8.parallel.groups import ParallelGroups
+
+
+def stream_owner(groups: ParallelGroups) -> str:
+    """The name that this rank's streams are saved under."""
+    return f"tp{groups.tp.rank()}of{groups.tp.size()}.pp{groups.pp.rank()}of{groups.pp.size()}.dp{groups.dp.rank()}"
+
+
+def read_streams(device: torch.device) -> dict[str, Tensor]:
+    """States, uint8 on the CPU: torch's own generators and those of Megatron's tracker."""
+    states = {"host": torch.get_rng_state()}
+    if device.type != "cpu":
+        states["device"] = torch.get_device_module(device).get_rng_state()
+    for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
+        states[f"tracker.{name}"] = state
+    return {name: state.cpu() for name, state in states.items()}
+
+
+def write_streams(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put back what `read_streams` gave."""
+    torch.set_rng_state(states["host"])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states["device"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.set_states({name: states[f"tracker.{name}"] for name in tracker.get_states()})

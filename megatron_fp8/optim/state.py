@@ -1,0 +1,143 @@
+"""Owns access to the optimizer's state by model parameter: masters, moments, step, loss scale.
+
+Whatever optimizer Megatron made (distributed or not, with FP32 parameters, with TE's scaled low-precision states),
+a rank's state is a list of parts: flat FP32 values of a range of one parameter. Must not know files or layouts.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from torch import Tensor, nn
+from transformer_engine.pytorch.optimizers import FusedAdam
+
+MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
+NAMES = (MASTER, EXP_AVG, EXP_AVG_SQ)
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """This rank's optimizer state of the elements `start` to `stop` of a parameter's flat shard.
+
+    `adam` keeps the moments under `main`, the master (or what stands for it: the parameter itself in FP32).
+    """
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    adam: FusedAdam
+    main: Tensor
+
+    def read(self, name: str) -> Tensor:
+        """Flat FP32 values of `master`, `exp_avg` or `exp_avg_sq`; where it is kept in FP32, the very tensor."""
+        if name == MASTER and not self.adam.master_weights:
+            return self.main.detach().view(-1)
+        return self.adam.get_unscaled_state(self.main, _te_name(name)).detach().view(-1)
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Put back what `read` gave, changed; scaled states get a new scale."""
+        if values.data_ptr() == self.read(name).data_ptr():
+            return
+        self.adam.set_scaled_state(self.main, _te_name(name), values.view(self.main.shape))
+
+
+def state_parts(optimizer: MegatronOptimizer) -> Iterator[StatePart]:
+    """Every part that this rank keeps, in the optimizer's order; `allocate_state` first where no step was made."""
+    for inner in inner_optimizers(optimizer):
+        for parameter, start, stop, main in _ranges(inner):
+            if stop > start:
+                yield StatePart(parameter, start, stop, inner.optimizer, main)
+
+
+def allocate_state(optimizer: MegatronOptimizer) -> None:
+    """Make the moments (zeros) and masters that TE makes in the first step."""
+    for inner in inner_optimizers(optimizer):
+        adam = inner.optimizer
+        for group in adam.param_groups:
+            group.setdefault("step", 0)
+        for _, start, stop, main in _ranges(inner):
+            if stop > start and main not in adam.state:
+                adam.initialize_state(main, adam.store_param_remainders)
+                if adam.master_weights:
+                    adam.set_scaled_state(main, "master_param", main.detach().float())
+
+
+def read_scalars(optimizer: MegatronOptimizer) -> dict[str, float]:
+    """Numbers beside the tensors: Adam's step, and a dynamic loss scale with its trackers."""
+    scalars: dict[str, float] = {"step": 0}
+    for inner in inner_optimizers(optimizer):
+        scalars["step"] = max([scalars["step"], *(group.get("step", 0) for group in inner.optimizer.param_groups)])
+        scaler = getattr(inner, "grad_scaler", None)
+        if isinstance(scaler, DynamicGradScaler):
+            state = scaler.state_dict()
+            scalars["loss_scale"] = float(state["scale"])
+            scalars["growth_tracker"] = state["growth_tracker"]
+            scalars["hysteresis_tracker"] = state["hysteresis_tracker"]
+    return scalars
+
+
+def write_scalars(optimizer: MegatronOptimizer, scalars: Mapping[str, float]) -> None:
+    """Put back what `read_scalars` gave; a loss scale that was not saved starts as configured."""
+    for inner in inner_optimizers(optimizer):
+        for group in inner.optimizer.param_groups:
+            group["step"] = int(scalars["step"])
+        scaler = getattr(inner, "grad_scaler", None)
+        if isinstance(scaler, DynamicGradScaler) and "loss_scale" in scalars:
+            scaler.load_state_dict(
+                {
+                    "scale": torch.full_like(scaler.scale, scalars["loss_scale"]),
+                    "growth_tracker": int(scalars["growth_tracker"]),
+                    "hysteresis_tracker": int(scalars["hysteresis_tracker"]),
+                }
+            )
+
+
+@torch.no_grad()
+def masters_to_parameters(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> None:
+    """Set the model's parameters from the masters, as every step does; collective over the data-parallel group."""
+    for part in state_parts(optimizer):
+        if part.adam.master_weights:
+            # Megatron leaves this to TE's optimizer, which does it in a step only.
+            part.main.copy_(part.read(MASTER).view(part.main.shape))
+    for inner in inner_optimizers(optimizer):
+        if not isinstance(inner, FP32Optimizer):
+            inner._copy_main_params_to_model_params()
+        if isinstance(inner, DistributedOptimizer):
+            for chunk in chunks:
+                chunk.start_param_sync(force_sync=True)
+
+
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Megatron's optimizers behind the one that it hands out, those without parameters left out."""
+    every = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [inner for inner in every if not inner.is_stub_optimizer]
+
+
+def _te_name(name: str) -> str:
+    return "master_param" if name == MASTER else name
+
+
+def _ranges(inner: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, int, int, Tensor]]:
+    """(parameter, first and one past the last flat element kept here, the tensor that Adam knows it by)."""
+    if isinstance(inner, DistributedOptimizer):
+        for parameter, (group, order) in inner.model_param_group_index_map.items():
+            kept = inner._get_model_param_range_map(parameter)["param"]
+            yield parameter, kept.start, kept.end, inner.optimizer.param_groups[group]["params"][order]
+    elif isinstance(inner, Float16OptimizerWithFloat16Params):
+        for models, mains in zip(inner.float16_groups, inner.fp32_from_float16_groups, strict=True):
+            for parameter, main in zip(models, mains, strict=True):
+                yield parameter, 0, parameter.numel(), main
+        for parameters in inner.fp32_from_fp32_groups:
+            for parameter in parameters:
+                yield parameter, 0, parameter.numel(), parameter
+    elif isinstance(inner, FP32Optimizer):
+        for group in inner.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, 0, parameter.numel(), parameter
+    else:
+        raise NotImplementedError(f"the state of {type(inner).__name__} is not known")
