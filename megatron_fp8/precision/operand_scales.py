@@ -85,6 +85,7 @@ class ScaleWatcher:
     """Takes the scales along that the tensors of `operands` are quantised with; see `tap`."""
 
     def __init__(self, operands: Sequence[Operand], policy: Fp8Policy) -> None:
+        self._operands = operands
         self._of_quantizer = {id(quantizer): operand for operand in operands for quantizer in operand.quantizers}
         self._policy = policy
         self._inverse: dict[str, Tensor] = {}
@@ -100,17 +101,19 @@ class ScaleWatcher:
         operand = self._of_quantizer.get(id(quantizer))
         if operand is None or (operand.kind != "grad_output" and in_recomputation()):
             return
-        inverse = _largest_inverse_scale(result)
-        if inverse is not None:
-            before = self._inverse.get(operand.name)
-            self._inverse[operand.name] = inverse if before is None else torch.maximum(before, inverse)
-            self._limits[operand.name] = largest_number(operand, self._policy)
+        self._take(operand, result)
 
     def multiplied(self, a: Any, transpose_a: bool, b: Any, transpose_b: bool) -> None:
         """See `tap.Watcher`."""
 
     def read(self, group: ProcessGroup | None) -> dict[str, OperandScale]:
-        """What was seen; collective over `group`, one copy to the host."""
+        """What was seen, and the scales of weights that are FP8 themselves.
+
+        Collective over `group`, one copy to the host.
+        """
+        for operand in self._operands:
+            if operand.kind == "weight" and operand.weight_name is not None:
+                self._take(operand, getattr(operand.module, operand.weight_name))
         names = sorted(self._inverse)
         rows = []
         for name in names:
@@ -121,6 +124,13 @@ class ScaleWatcher:
             for name, (scale, amax) in _worst(names, rows, group)
             if amax > 0
         }
+
+    def _take(self, operand: Operand, quantised: Any) -> None:
+        inverse = _largest_inverse_scale(quantised)
+        if inverse is not None:
+            before = self._inverse.get(operand.name)
+            self._inverse[operand.name] = inverse if before is None else torch.maximum(before, inverse)
+            self._limits[operand.name] = largest_number(operand, self._policy)
 
 
 def seed_delayed_scales(operands: Sequence[Operand], amaxes: Mapping[str, float], policy: Fp8Policy) -> None:

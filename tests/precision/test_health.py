@@ -7,11 +7,15 @@ flushes the rest of that rank's weight to zero.
 from __future__ import annotations
 
 import math
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from megatron_fp8.config.schema import Config
+from megatron_fp8.report.console import ConsoleSink
 from tests.ranks import run_on_ranks
 from tests.small_run import small_config
 
@@ -152,6 +156,15 @@ def test_scales_of_recipes_that_keep_none(recipe: str) -> None:
     for name, value in record.items():
         if name.endswith("/grad_output/amax"):
             assert 0 < value < 100, name
+
+
+def test_weights_that_are_fp8_themselves_have_scales() -> None:
+    watched = config({"fp8_recipe": "tensorwise", "fp8_param_gather": True, "fp8_health_interval": 0}, log_interval=3)
+    ((records, _),) = run_on_ranks(1, _scales, watched)
+    assert len(records[0]) == 2 + 4 * 4 * 3 * 2
+    for name, value in records[0].items():
+        if name.endswith("/weight/amax"):
+            assert 0.01 < value < 1, name
 
 
 FALLBACK = {
@@ -317,3 +330,17 @@ def _bf16_modes(config: Config) -> list[dict[str, Any]]:
 
 def test_other_modes_record_nothing() -> None:
     assert run_on_ranks(1, _bf16_modes, config({"mode": "bf16", "fp8_health_interval": 1}, log_interval=1)) == [[]]
+
+
+def test_the_console_shows_decisions_and_no_tensors(tmp_path: Path) -> None:
+    console = ConsoleSink(tmp_path / "console.log", 100, Console(file=StringIO()))
+    console.write({"event": "fp8", "iteration": 10, "fp8/layers.0/x/input/scale": 1.0})
+    console.write({"event": "fp8-check", "iteration": 10, "fp8/layers.0/x/input/error": 0.1})
+    reason = {"tensor": "layers.2/x/weight", "quantity": "flushed", "value": 0.75, "limit": 0.5}
+    console.write({"event": "fp8-fallback", "iteration": 10, "layer": 2, "runs in": "bf16", **reason})
+    console.write({"event": "fp8-fallback", "iteration": 20, "layer": 2, "runs in": "fp8"})
+    console.close()
+    assert (tmp_path / "console.log").read_text().splitlines() == [
+        "iteration 10 | layer 2 runs in bf16 from now on: layers.2/x/weight flushed 0.75 > 0.5",
+        "iteration 20 | layer 2 runs in fp8 from now on",
+    ]
