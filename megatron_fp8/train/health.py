@@ -4,6 +4,10 @@ At the log interval scales and amaxes, which cost no pass over the data; at the 
 quantisation lost, from the data. Every rank takes part and knows the numbers of all stages, so that all have the same
 decisions and any of them can save these. Decisions take effect between two steps. Must not know how tensors are
 measured or decisions are made.
+
+Measured on the CPU stand-in with delayed scaling, steps interleaved, one thread, CPU time beside a plain step: with a
+check 1.34 (small test model) and 1.36 (configs/r1.yaml, one micro-batch), so 0.4 % at an interval of 100 steps; with
+the scales of a log interval no difference was seen above the noise of 5 %.
 """
 
 from collections.abc import Iterator, Mapping
@@ -98,7 +102,8 @@ class HealthWatch:
         values: dict[str, Value] = {"iteration": iteration}
         for name, scale in scales.items():
             values |= {f"fp8/{name}/{series}": value for series, value in scale.series().items()}
-        self._recorder.write("fp8", values)
+        if scales:
+            self._recorder.write("fp8", values)
 
     def _finish_check(self, iteration: int, probe: TensorProbe, fp8: Fp8Policy) -> None:
         measured = self._of_all_stages(probe.read(self._groups.tp_dp))
