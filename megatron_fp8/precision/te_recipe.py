@@ -7,6 +7,7 @@ dgrad, columns in wgrad), so an override is a quantizer whose one direction is t
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import transformer_engine.pytorch as te
@@ -96,6 +97,13 @@ def _overriding_factory(
         return _overriding(_quantizer(policy, tensor_type, device), tensor_type, policy.override)
 
     return factory
+
+
+def fresh_quantizer(policy: Fp8Policy, tensor_type: str, device: torch.device) -> Quantizer:
+    """A quantizer without a past: the recipe's own, and tensorwise scaling in the place of delayed scaling."""
+    if policy.recipe == "delayed":
+        policy = replace(policy, recipe="tensorwise")
+    return _quantizer(policy, tensor_type, device)
 
 
 def _quantizer(policy: Fp8Policy, tensor_type: str, device: torch.device) -> Quantizer:
