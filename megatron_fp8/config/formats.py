@@ -35,7 +35,7 @@ def linear_layers_in_fp8(config: PrecisionConfig, num_layers: int) -> tuple[int,
 
 def describe_formats(config: PrecisionConfig, num_layers: int, arithmetic: str = "") -> str:
     """The formats of a run in one line; `arithmetic`: emulated or native, where that is known."""
-    parts = [config.mode]
+    parts: list[str] = [config.mode]
     if config.mode == "fp8":
         parts[0] += f" {config.fp8_recipe} {resolved_fp8_format(config)}"
         if config.fp8_recipe == "delayed":

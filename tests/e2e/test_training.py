@@ -18,7 +18,10 @@ from tests.e2e.launch import Ended, pretrain, torchrun
 NUM_RANKS = 2
 # The documented series of each kind of record.
 SERIES = {
-    "start": {"run directory", "device", "precision", "layout", "parameters"},
+    "start": {
+        *("run directory", "device", "precision", "arithmetic", "linear layers in fp8", "linear layers"),
+        *("layout", "parameters", "precision chart"),
+    },
     "ready": {"seconds-to-first-step"},
     "train": {
         "iteration",
@@ -140,9 +143,12 @@ def test_the_console_is_plain_lines_of_one_rank(finished: Finished) -> None:
 
 def test_the_console_says_what_ran_and_how_it_ended(finished: Finished) -> None:
     lines = finished.ended.stdout.splitlines()
-    head = dict(line.split(": ", 1) for line in lines[:5])
+    head = dict(line.split(": ", 1) for line in lines[:8])
     assert head["run directory"] == "runs/tiny"
-    assert "fp8 delayed hybrid, history 4" in head["precision"]
+    assert "fp8 delayed hybrid, history 4, emulated" in head["precision"]
+    assert (head["arithmetic"], head["linear layers in fp8"]) == ("emulated", head["linear layers"])
+    assert lines[8] == "precision chart: "
+    assert any("TP all-gather, forward" in line for line in lines)
     assert "tp 2 x pp 1 x dp 1" in head["layout"]
     assert re.fullmatch(
         r"finished 6 iterations in .+ \| lm loss validation \d\.\d{4} -> \d\.\d{4} \(-\d\.\d{4} nats\) \| runs/tiny",

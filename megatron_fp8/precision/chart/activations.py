@@ -19,7 +19,8 @@ PER = "token and layer"
 def activation_rows(config: Config, layout: Layout, formats: Formats) -> Iterator[ChartRow]:
     """What a layer keeps that is not recomputed; with recompute, what a recomputed layer keeps comes first."""
     model, tp = config.model, layout.tensor_model_parallel_size
-    hidden = model.hidden_size // (tp if config.parallel.sequence_parallel else 1)
+    shared = tp if config.parallel.sequence_parallel else 1
+    hidden = model.hidden_size // shared
     params = formats.params
     size = ELEMENT_BYTES[params]
     if model.recompute_granularity == "full":
@@ -30,33 +31,34 @@ def activation_rows(config: Config, layout: Layout, formats: Formats) -> Iterato
     attention = heads * layout.kv_channels
     qkv, ffn, fc1 = layout.qkv_rows // tp, layout.ffn_hidden_size_per_rank, layout.fc1_rows // tp
     per_norm = 2 if model.normalization == "LayerNorm" else 1
-    shared = layout.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
     yield ChartRow(SECTION, "inputs of the two norms", params, 2.0 * hidden * size, PER)
     yield ChartRow(SECTION, "statistics of the two norms", "fp32", 2 * per_norm * ELEMENT_BYTES["fp32"] / shared, PER)
-    kept = formats.operand("wgrad", "input")
-    for tensor, features, in_mlp in (
-        ("qkv", hidden, False),
-        ("proj", attention, False),
-        ("fc1", hidden, True),
-        ("fc2", ffn, True),
+    for tensor, features, divided_over, in_mlp in (
+        ("qkv", model.hidden_size, shared, False),
+        ("proj", attention, 1, False),
+        ("fc1", model.hidden_size, shared, True),
+        ("fc2", ffn, 1, True),
     ):
-        if tensor == "proj" and kept == params:
-            continue  # attention's output itself
-        directions, total = _kept_input(formats, kept, features, in_mlp)
-        yield ChartRow(SECTION, f"input of {tensor}", formats.scaled(kept) + directions, total, PER)
+        yield from _kept_input(formats, tensor, features, divided_over, in_mlp)
     yield ChartRow(SECTION, "query, key, value", params, float(qkv * size), PER)
     yield ChartRow(SECTION, "attention's output", params, float(attention * size), PER)
     yield ChartRow(SECTION, "softmax statistics", "fp32", float(heads * ELEMENT_BYTES["fp32"]), PER)
     yield ChartRow(SECTION, "fc1's output, before the activation", params, float(fc1 * size), PER)
 
 
-def _kept_input(formats: Formats, kept: str, features: int, in_mlp: bool) -> tuple[str, float]:
-    """(what is kept, bytes per token): wgrad reads columns; TE's LayerNormMLP keeps the rows of blocks with them."""
-    fp8 = formats.policy.fp8
-    size = formats.row_of(kept, features, "columns")
-    if in_mlp and kept != formats.params and fp8 is not None and fp8.recipe in ("blockwise", "mxfp8"):
-        return "; rows and columns", size + formats.row_of(kept, features, "rows")
-    return "", size
+def _kept_input(formats: Formats, tensor: str, features: int, divided_over: int, in_mlp: bool) -> Iterator[ChartRow]:
+    """wgrad reads columns; TE's LayerNormMLP keeps the rows too where they are bytes of their own."""
+    rows, columns = formats.operand("fprop", "input"), formats.operand("wgrad", "input")
+    if tensor == "proj" and columns == formats.params:
+        return  # attention's output itself
+    name = f"input of {tensor}"
+    size = formats.row_of(columns, features, "columns") / divided_over
+    yield ChartRow(SECTION, name, formats.scaled(columns), size, PER)
+    fp8 = formats.fp8()
+    in_blocks = fp8 is not None and fp8.recipe in ("blockwise", "mxfp8") and columns != formats.params
+    if in_mlp and (rows != columns or in_blocks):
+        size = formats.row_of(rows, features, "rows") / divided_over
+        yield ChartRow(SECTION, f"{name}, rows", formats.scaled(rows), size, PER)
 
 
 def logits_rows(layout: Layout, formats: Formats) -> Iterator[ChartRow]:

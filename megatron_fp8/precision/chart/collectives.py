@@ -28,7 +28,7 @@ def collective_rows(config: Config, layout: Layout, formats: Formats) -> Iterato
             size = float(_TWICE * config.model.hidden_size * ELEMENT_BYTES[formats.params])
             for direction in ("forward", "backward"):
                 yield ChartRow(SECTION, f"TP all-reduce, {direction}", formats.params, size, "token and layer")
-        yield ChartRow(SECTION, "TP all-reduce, cross entropy", "fp32", 3.0 * ELEMENT_BYTES["fp32"], "token")
+        yield from _outside_blocks(config, formats)
     if layout.pipeline_model_parallel_size > 1:
         shared = layout.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
         size = config.model.hidden_size * ELEMENT_BYTES[formats.params] / shared
@@ -62,6 +62,19 @@ def _sequence_parallel(config: Config, layout: Layout, formats: Formats) -> Iter
     if fp8 is not None and fp8.recipe == "tensorwise":
         size = float(2 * _TWICE * ELEMENT_BYTES["fp32"])
         yield ChartRow(SECTION, "TP all-reduce, amaxes (maximum)", "fp32", size, "layer and micro-batch")
+
+
+def _outside_blocks(config: Config, formats: Formats) -> Iterator[ChartRow]:
+    """The vocabulary is divided: embedding, head and cross entropy."""
+    params = formats.params
+    size = float(config.model.hidden_size * ELEMENT_BYTES[params])
+    yield ChartRow(SECTION, "TP all-reduce of the embedding", params, size, "token")
+    if config.parallel.sequence_parallel:
+        yield ChartRow(SECTION, "TP all-gather of the head's input, both ways", params, 2 * size, "token")
+        yield ChartRow(SECTION, "TP reduce-scatter of the head's input gradient", params, size, "token")
+    else:
+        yield ChartRow(SECTION, "TP all-reduce of the head's input gradient", params, size, "token")
+    yield ChartRow(SECTION, "TP all-reduce in the cross entropy", "fp32", 3.0 * ELEMENT_BYTES["fp32"], "token")
 
 
 def _gathered(name: str, layout: Layout, formats: Formats, hidden: int) -> str:

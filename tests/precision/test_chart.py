@@ -1,0 +1,308 @@
+"""The precision chart against the formats and sizes of real tensors, in every mode."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fp8.config.layout import derive_layout
+from megatron_fp8.config.schema import Config
+from megatron_fp8.precision.chart.chart import format_chart, precision_chart
+from megatron_fp8.precision.chart.rows import ChartRow
+from tests.precision.observed import observed_activations, observed_collectives, observed_gemms
+from tests.ranks import run_on_ranks
+from tests.small_run import VOCAB_SIZE, batches, run_small, small_config
+
+FP8 = {"mode": "fp8"}
+MODES: dict[str, dict[str, Any]] = {
+    "fp32": {"mode": "fp32"},
+    "fp16": {"mode": "fp16", "initial_loss_scale": 256.0},
+    "bf16": {"mode": "bf16"},
+    "delayed": {**FP8, "fp8_amax_history_len": 4},
+    "delayed e4m3": {**FP8, "fp8_format": "e4m3"},
+    "tensorwise": {**FP8, "fp8_recipe": "tensorwise"},
+    "blockwise": {**FP8, "fp8_recipe": "blockwise"},
+    "mxfp8": {**FP8, "fp8_recipe": "mxfp8"},
+    "first and last in bf16": {**FP8, "first_last_layers_bf16": True},
+    "wgrad in bf16": {**FP8, "fp8_recipe": "tensorwise", "override_linear_precision": [False, False, True]},
+    "primary weights": {**FP8, "fp8_param_gather": True},
+    "primary weights, blockwise": {**FP8, "fp8_param_gather": True, "fp8_recipe": "blockwise"},
+    "low moments": {"mode": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"},
+    "low masters": {**FP8, "main_params_dtype": "fp16", "main_grads_dtype": "bf16", "exp_avg_dtype": "fp16"},
+}
+# Sizes of which no block is cut short: 128 tokens on each rank, 128 features and more.
+NUM_LAYERS = 3
+MODEL = {
+    "num_layers": NUM_LAYERS,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 256,
+}
+MODEL |= {"seq_length": 128}
+NUM_TOKENS, NUM_MICROBATCHES = 4 * 128, 2
+
+
+def config_of(mode: str, **parallel: Any) -> Config:
+    return small_config(
+        model=MODEL,
+        precision=MODES[mode],
+        parallel=parallel,
+        training={"micro_batch_size": 2, "global_batch_size": 4},
+    )
+
+
+def chart_of(config: Config, world_size: int = 1) -> list[ChartRow]:
+    return precision_chart(config, derive_layout(config, world_size, VOCAB_SIZE))
+
+
+def find(rows: list[ChartRow], tensor: str) -> ChartRow:
+    (row,) = (row for row in rows if row.tensor == tensor)
+    return row
+
+
+def format_name(row: ChartRow) -> str:
+    return row.format.partition(",")[0]
+
+
+def probe_rank(parts: Any) -> dict[str, Any]:
+    """Formats and sizes of everything on a rank."""
+
+    def step() -> None:
+        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+
+    groups = parts.groups
+    named = {"tp": groups.tp, "pp": groups.pp, "dp": groups.dp}
+    step()
+    return {
+        "gemms": observed_gemms(step),
+        "collectives": observed_collectives(step, named),
+        "activations": kept_by_a_layer(parts),
+        "state": optimizer_state(parts),
+        "gradients": {str(p.main_grad.dtype) for p in parts.chunks[0].parameters()},
+        "norms": sum(p.numel() for n, p in parts.chunks[0].named_parameters() if "norm_weight" in n or p.ndim == 1),
+        "parameters": sum(p.numel() for p in parts.chunks[0].parameters()),
+    }
+
+
+def kept_by_a_layer(parts: Any) -> Counter:
+    """Bytes by format that a layer in FP8 (if any is) keeps of one micro-batch for its backward pass."""
+    import torch
+
+    stage = parts.chunks[0].module
+    precision = stage._precision
+    number = next((number for number in range(NUM_LAYERS) if precision.runs_in_fp8(number)), 0)
+    layer = stage.layers[number]
+    rope = stage.rotary(128)
+    tp = parts.groups.tp.size() if parts.config.parallel.sequence_parallel else 1
+    hidden = torch.randn(128 // tp, 2, 128).to(precision.params_dtype).requires_grad_()
+
+    def call() -> Any:
+        with precision.region(number):
+            return layer(hidden, is_first_microbatch=True, rotary_pos_emb=rope)
+
+    known = {rope.untyped_storage().data_ptr()} | weight_storages(layer)
+    by_format: Counter = Counter()
+    for name, size in observed_activations(call, known).values():
+        by_format[name] += size
+    return by_format
+
+
+def weight_storages(layer: Any) -> set[int]:
+    """Addresses of a layer's weights, in whatever form."""
+    found = set()
+    for parameter in layer.parameters():
+        tensors = [parameter] if parameter.untyped_storage().nbytes() else []
+        tensors += [value for value in vars(parameter).values() if hasattr(value, "untyped_storage")]
+        found |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return found
+
+
+def optimizer_state(parts: Any) -> dict[str, tuple[str, int]]:
+    """(dtype, elements) of each kind of tensor that this rank's optimizer holds."""
+    optimizer = getattr(parts.optimizer, "chained_optimizers", [parts.optimizer])[0]
+    found: dict[str, tuple[str, int]] = {}
+    for state in optimizer.optimizer.state.values():
+        for name, tensor in state.items():
+            dtype = "e4m3" if hasattr(tensor, "_fp8_dtype") else str(tensor.dtype).removeprefix("torch.")
+            found[name] = (dtype, found.get(name, (dtype, 0))[1] + tensor.numel())
+    masters = getattr(optimizer, "shard_fp32_from_float16_groups", [])
+    whole = [tensor for group in masters for tensor in group if tensor is not None]
+    if whole:
+        (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in whole}
+        found["master_param"] = (dtype, sum(tensor.numel() for tensor in whole))
+    return found
+
+
+def observe(config: Config) -> dict[str, Any]:
+    return run_small(config, 0, probe_rank).probe
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Any:
+    """What one rank has in a mode, looked at once."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def look(mode: str) -> dict[str, Any]:
+        if mode not in known:
+            (known[mode],) = run_on_ranks(1, observe, config_of(mode))
+        return known[mode]
+
+    return look
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gemm_operands(mode: str, one_rank: Any) -> None:
+    config = config_of(mode)
+    rows = chart_of(config)
+    layers_in_fp8 = 1 if mode == "first and last in bf16" else NUM_LAYERS
+    expected: Counter = Counter()
+    for gemm, operands in {"fprop": "input weight", "dgrad": "grad weight", "wgrad": "grad input"}.items():
+        for operand in operands.split():
+            name = format_name(find(rows, f"{gemm} {operand}"))
+            expected[gemm, operand, name] += 4 * layers_in_fp8 * NUM_MICROBATCHES
+            outside = format_name(find(rows, "head's operands"))
+            expected[gemm, operand, outside] += (1 + 4 * (NUM_LAYERS - layers_in_fp8)) * NUM_MICROBATCHES
+    assert one_rank(mode)["gemms"] == expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_kept_of_each_parameter(mode: str, one_rank: Any) -> None:
+    rows, observed = chart_of(config_of(mode)), one_rank(mode)
+    torch_names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "e4m3": "e4m3"}
+    state = observed["state"]
+    for tensor, key in (("optimizer's first moment", "exp_avg"), ("optimizer's second moment", "exp_avg_sq")):
+        assert state[key] == (torch_names[format_name(find(rows, tensor))], observed["parameters"])
+    assert observed["gradients"] == {f"torch.{torch_names[format_name(find(rows, 'weight gradients'))]}"}
+    masters = find(rows, "master weights")
+    if mode == "fp32":
+        assert masters.size == 0
+        assert "master_param" not in state
+    else:
+        assert state["master_param"] == (torch_names[format_name(masters)], observed["parameters"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_kept_for_backward(mode: str, one_rank: Any) -> None:
+    assert_kept(chart_of(config_of(mode)), one_rank(mode)["activations"], 2 * 128)
+
+
+def assert_kept(rows: list[ChartRow], observed: Counter, num_tokens: int) -> None:
+    kept = [row for row in rows if row.section == "kept for backward"]
+    expected = sum(row.size for row in kept) * num_tokens
+    # Counters, random states and scales of whole tensors are a few bytes each.
+    assert sum(observed.values()) == pytest.approx(expected, abs=200)
+    fp8 = sum(row.size for row in kept if format_name(row) in ("e4m3", "e5m2")) * num_tokens
+    assert observed["bytes"] <= fp8
+    assert observed["bytes"] >= fp8 / 1.04
+
+
+SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("mode", "sequence_parallel"),
+    [("bf16", True), ("delayed", True), ("tensorwise", True), ("blockwise", True), ("mxfp8", True), ("delayed", False)],
+)
+def test_tensor_parallel_messages(mode: str, sequence_parallel: bool) -> None:
+    parallel = {**SP, "sequence_parallel": sequence_parallel}
+    config = config_of(mode, **parallel)
+    observed = run_on_ranks(2, observe, config)[0]
+    rows = chart_of(config, 2)
+    expected: Counter = Counter()
+    for row in rows:
+        if row.section != "communication" or not row.tensor.startswith("TP"):
+            continue
+        collective = row.tensor.split()[1].strip(",")
+        count = {"token": NUM_TOKENS, "token and layer": NUM_LAYERS * NUM_TOKENS}.get(row.per)
+        if count is not None:  # amaxes of one element are left out
+            expected[collective, format_name(row)] += row.size * count
+    found: Counter = Counter()
+    for (group, collective, name), size in observed["collectives"].items():
+        if group == "tp":
+            found[collective, name] += size
+    # Bytes and their scales: the owner of bytes knows their format.
+    fp8 = sum(size for (_, name), size in expected.items() if name in ("e4m3", "e5m2"))
+    gathered = found.pop(("all-gather", "bytes"), 0) + found.pop(("all-gather", "fp32"), 0)
+    assert gathered == fp8
+    expected = Counter({key: size for key, size in expected.items() if key[1] not in ("e4m3", "e5m2")})
+    # Gradients of norms and of what else every rank holds whole.
+    found["all-reduce", "fp32"] -= 4 * observed["norms"] if sequence_parallel else 0
+    assert found == expected
+    if mode == "delayed":
+        others = sum(size for (group, _, _), size in observed["collectives"].items() if group == "other")
+        assert others == NUM_LAYERS * find(rows, "amax all-reduce (maximum)").size
+    assert_kept(rows, observed["activations"], 2 * 128)
+
+
+@pytest.mark.parametrize(
+    ("mode", "distributed"),
+    [("fp32", True), ("delayed", True), ("primary weights", True), ("low masters", True), ("delayed", False)],
+)
+def test_data_parallel_messages(mode: str, distributed: bool) -> None:
+    config = config_of(mode, use_distributed_optimizer=distributed)
+    rows = chart_of(config, 2)
+    observed = run_on_ranks(2, observe, config)[0]
+    found = observed["collectives"]
+    grads = "reduce-scatter" if distributed else "all-reduce"
+    row = find(rows, f"DP {grads} of gradients")
+    assert found["dp", grads, format_name(row)] == pytest.approx(row.size * observed["parameters"], rel=0.02)
+    if distributed and mode != "primary weights":
+        row = find(rows, "DP all-gather of parameters")
+        size = found["dp", "all-gather", format_name(row)]
+        assert size == pytest.approx(row.size * observed["parameters"], rel=0.02)
+    elif distributed:
+        linear = NUM_LAYERS * sum(
+            gemm.in_features * gemm.out_features for gemm in derive_layout(config, 2, VOCAB_SIZE).gemms
+        )
+        assert found["dp", "all-gather", "bytes"] == pytest.approx(
+            find(rows, "DP all-gather of FP8 layers' weights").size * linear, rel=0.02
+        )
+        assert found["dp", "all-gather", "bf16"] == pytest.approx(2 * (observed["parameters"] - linear), rel=0.02)
+    if mode == "delayed":
+        amaxes = NUM_LAYERS * find(rows, "amax all-reduce (maximum)").size
+        buffers = 0 if distributed else 4 * observed["parameters"]
+        assert found["dp", "all-reduce", "fp32"] == amaxes + buffers
+    state = observed["state"]["exp_avg"]
+    assert state[1] == pytest.approx(observed["parameters"] / (2 if distributed else 1), rel=0.02)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mxfp8"])
+def test_pipeline_messages(mode: str) -> None:
+    config = config_of(mode, pipeline_model_parallel_size=2)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"num_layers": 2})})
+    row = find(chart_of(config, 2), "PP send and receive, each way")
+    for observed in run_on_ranks(2, observe, config):
+        sent = {key: size for key, size in observed["collectives"].items() if key[1] == "send"}
+        assert sent == {("pp", "send", row.format): row.size * NUM_TOKENS}
+
+
+def test_the_text_has_every_row() -> None:
+    rows = chart_of(config_of("delayed", **SP), 2)
+    text = format_chart(rows)
+    assert all(row.tensor in text and row.format in text for row in rows)
+    assert len(text.splitlines()) == len(rows) + len({row.section for row in rows})
+
+
+def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-X", "importtime", "-m", "tools.precision_chart", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+
+
+def test_the_tool_prints_the_chart_without_torch() -> None:
+    ended = run_tool("configs/llama_1b_fp8.yaml", "--world-size", "8", "model.vocab_size=32000")
+    assert ended.returncode == 0
+    assert "64 of 64 linear layers in fp8" in ended.stdout
+    assert "DP all-gather of parameters" in ended.stdout
+    assert "| torch" not in ended.stderr
+
+
+def test_the_tool_names_mistakes() -> None:
+    ended = run_tool("configs/llama_1b_fp8.yaml", "precision.mod=fp8")
+    assert ended.returncode == 2
+    assert "precision.mode" in ended.stderr
