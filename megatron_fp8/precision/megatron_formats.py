@@ -29,7 +29,10 @@ def gradient_formats(policy: PrecisionPolicy) -> dict[str, Any]:
 
     Megatron never casts them afterwards, so `main_grads` is settled here and means BF16 under BF16 parameters only.
     """
-    return {"grad_reduce_in_fp32": policy.optimizer.main_grads == "fp32", "fp8_param_gather": _fp8_weights(policy)}
+    return {
+        "grad_reduce_in_fp32": policy.optimizer.main_grads == "fp32",
+        "fp8_param_gather": policy.fp8 is not None and policy.fp8.param_gather,
+    }
 
 
 def optimizer_formats(policy: PrecisionPolicy) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def optimizer_formats(policy: PrecisionPolicy) -> dict[str, Any]:
             "exp_avg_dtype": _DTYPES[formats.exp_avg],
             "exp_avg_sq_dtype": _DTYPES[formats.exp_avg_sq],
         }
-    if _fp8_weights(policy):
+    if policy.fp8 is not None and policy.fp8.param_gather:
         # With it Megatron knows that a weight cannot be cut into pieces; without, it takes FP8 weights for delayed.
         arguments["fp8_recipe"] = policy.fp8.recipe
     if scaling is not None:
@@ -61,7 +64,3 @@ def optimizer_formats(policy: PrecisionPolicy) -> dict[str, Any]:
             "hysteresis": scaling.hysteresis,
         }
     return arguments
-
-
-def _fp8_weights(policy: PrecisionPolicy) -> bool:
-    return policy.fp8 is not None and policy.fp8.param_gather

@@ -89,8 +89,15 @@ def losses(config: Any) -> list[tuple[float, float | None, float]]:
     return [(step.loss, step.grad_norm, step.validation_loss) for step in run_small(config, 5).steps]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("parallel", "world_size"), [({}, 1), (TP, 4)])
+@pytest.mark.parametrize(
+    ("recipe", "parallel", "world_size"),
+    [
+        *((recipe, {}, 1) for recipe in RECIPES),
+        ("delayed", TP, 4),
+        pytest.param("tensorwise", TP, 4, marks=pytest.mark.slow),
+        pytest.param("blockwise", TP, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_training_is_that_of_weights_cast_in_every_step(parallel: dict[str, Any], world_size: int, recipe: str) -> None:
     """Masters are rounded to BF16 before they are cast to FP8, as they are where BF16 weights lie between the two."""
     ordinary = run_on_ranks(world_size, losses, config_of(recipe, False, parallel))
