@@ -66,7 +66,7 @@ class PlainGPT(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         model = config.model
-        _require_supported(model)
+        require_supported(model)
         assert model.vocab_size is not None
         self.embedding = nn.Embedding(model.vocab_size, model.hidden_size)
         self.layers = nn.ModuleList(PlainBlock(model) for _ in range(model.num_layers))
@@ -124,7 +124,7 @@ def _queries_keys_values(weight: Tensor, model: ModelConfig) -> Tensor:
     return torch.cat([part.reshape(-1, weight.shape[1]) for part in parts])
 
 
-def _require_supported(model: ModelConfig) -> None:
+def require_supported(model: ModelConfig) -> None:
     """Raise NotImplementedError for what this model, written for R1's family, does not have."""
     wanted: dict[str, object] = {
         "position_embedding_type": "rope",

@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_fp8.bench.plain_model import PlainGPT
 from megatron_fp8.bench.work import StepSample, fixed_tokens
-from megatron_fp8.config.schema import Config
+from megatron_fp8.config.schema import Config, OptimizerConfig
 from megatron_fp8.cpu import memory
 
 
@@ -27,18 +27,7 @@ class PlainRun:
         self._config = config
         self._tokens = fixed_tokens(config).to(self._device)
         self.model = PlainGPT(config).to(self._device)
-        settings = config.optimizer
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
-        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        self._optimizer = torch.optim.AdamW(
-            groups,
-            lr=settings.lr,
-            betas=(settings.adam_beta1, settings.adam_beta2),
-            eps=settings.adam_eps,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        self._optimizer = plain_optimizer(self.model, config.optimizer)
 
     @property
     def num_parameters(self) -> int:
@@ -86,3 +75,18 @@ class PlainRun:
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
         return StepSample(time.perf_counter() - started, tokens.shape[0] * (tokens.shape[1] - 1), value)
+
+
+def plain_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
+    """Fused AdamW at the highest learning rate of the schedule; norms have no decay."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        groups,
+        lr=settings.lr,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_eps,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )

@@ -1,0 +1,103 @@
+"""Owns what is known before the first process: whether every mode's config is right, and the runs. Imports no torch
+until a torchao mode asks what its model supports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fp8.compare.modes import MODES
+from megatron_fp8.compare.work import RunTask
+from megatron_fp8.config.check import check_config
+from megatron_fp8.config.load import LoadedConfig, load_config
+from megatron_fp8.config.problem import BadInputError, ConfigError, Problem
+from megatron_fp8.data.check import check_data
+
+
+# Training losses are compared: of the same samples in every mode.
+_NO_EVALUATION = "training.eval_iters=0"
+
+
+class PlanError(BadInputError):
+    """A mode's config is wrong; the text has every mistake, and in which modes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared. `base`: the config without a mode; `overrides`: those of every run but mode and seed."""
+
+    path: Path
+    base: LoadedConfig
+    overrides: tuple[str, ...]
+    modes: tuple[str, ...]
+    seeds: tuple[int, ...]
+
+    def tasks(self, directory: Path, num_threads: int) -> list[RunTask]:
+        """Every run, seed by seed, so that an interrupted comparison has looked at all modes."""
+        return [
+            RunTask(
+                mode=mode,
+                seed=seed,
+                config=self.path,
+                overrides=(*self.overrides, *MODES[mode].overrides, f"training.seed={seed}"),
+                samples=samples_file(directory, seed),
+                num_threads=num_threads,
+            )
+            for seed in self.seeds
+            for mode in self.modes
+        ]
+
+
+def samples_file(directory: Path, seed: int) -> Path:
+    """Where the samples of a seed are kept."""
+    return directory / f"samples-{seed}.pt"
+
+
+def make_plan(path: Path, overrides: Sequence[str], modes: Sequence[str], num_seeds: int) -> Plan:
+    """The plan of `num_seeds` seeds from `training.seed` on. Raises PlanError, or ConfigError for the file itself."""
+    overrides = [*overrides, _NO_EVALUATION]
+    base = load_config(path, overrides)
+    data = check_data(base.config)
+    if base.config.model.vocab_size is None and data.vocab_size is not None:
+        # torchao's model has no tokenizer to ask.
+        overrides = [*overrides, f"model.vocab_size={data.vocab_size}"]
+    # By what a person reads, the modes in which it was found.
+    found: dict[str, list[str]] = {str(problem): [] for problem in data.problems}
+    for mode in modes:
+        for problem in _mode_problems(path, overrides, mode, data.vocab_size):
+            found.setdefault(str(problem), []).append(mode)
+    if found:
+        raise PlanError(_text(found, len(modes)))
+    first = base.config.training.seed
+    return Plan(path, base, tuple(overrides), tuple(modes), tuple(range(first, first + num_seeds)))
+
+
+def _mode_problems(path: Path, overrides: Sequence[str], mode: str, vocab_size: int | None) -> Iterator[Problem]:
+    try:
+        loaded = load_config(path, [*overrides, *MODES[mode].overrides])
+    except ConfigError as error:
+        yield from error.problems
+        return
+    yield from check_config(loaded, 1, vocab_size)
+    if MODES[mode].torchao_recipe is None:
+        return
+    from megatron_fp8.bench.plain_model import require_supported
+
+    try:
+        require_supported(loaded.config.model)
+    except NotImplementedError as error:
+        yield Problem("--modes", mode, str(error), "a config of that kind, or --modes without torchao's")
+    if loaded.config.data.eod_mask_loss:
+        reason = "the model that torchao converts counts every token"
+        yield Problem("data.eod_mask_loss", True, reason, "data.eod_mask_loss=false, or --modes without torchao's")
+
+
+def _text(found: dict[str, list[str]], num_modes: int) -> str:
+    lines = []
+    for text, modes in found.items():
+        everywhere = len(modes) in (0, num_modes)
+        lines.append(text if everywhere else f"in {', '.join(modes)}: {text}")
+    count = "1 mistake" if len(lines) == 1 else f"{len(lines)} mistakes"
+    return "\n".join([f"{count} in the comparison:", *lines])
