@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from megatron_fp8.config.facts import Alternative, Facts, Finding
 
 MAIN_PARAMS = "precision.main_params_dtype"
-FORMATS = (MAIN_PARAMS, "precision.main_grads_dtype", "precision.exp_avg_dtype", "precision.exp_avg_sq_dtype")
+MAIN_GRADS = "precision.main_grads_dtype"
+FORMATS = (MAIN_PARAMS, MAIN_GRADS, "precision.exp_avg_dtype", "precision.exp_avg_sq_dtype")
 PARAM_GATHER = "precision.fp8_param_gather"
 DISTRIBUTED = "parallel.use_distributed_optimizer"
 
@@ -34,6 +35,13 @@ def check_optimizer_formats(facts: Facts) -> Iterator[Finding]:
             MAIN_PARAMS,
             "in mode fp32 the parameters are their own masters",
             (Alternative(MAIN_PARAMS, ["fp32"]), Alternative("precision.mode", ["bf16"])),
+        )
+    if precision.main_grads_dtype == "bf16" and precision.mode in ("fp32", "fp16"):
+        yield Finding(
+            "BF16 gradients",
+            MAIN_GRADS,
+            f"Megatron Core adds gradients up in FP32 or in the parameters' format, and that is {precision.mode}",
+            (Alternative(MAIN_GRADS, ["fp32"]), Alternative("precision.mode", ["bf16"])),
         )
     if precision.mode == "fp8" and precision.fp8_param_gather:
         yield from _primary_weights(facts, reduced)

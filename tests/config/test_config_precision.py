@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from config_samples import VOCAB_SIZE, load_small
 
 from megatron_fp8.config.check import check_config
-from megatron_fp8.config.formats import layers_in_bf16, resolved_fp8_format
+from megatron_fp8.config.formats import describe_formats, layers_in_bf16, linear_layers_in_fp8, resolved_fp8_format
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.precision import PrecisionConfig
 from megatron_fp8.config.warn import config_warnings
@@ -82,6 +83,7 @@ def test_valid_formats_pass(tmp_path: Path, overrides: list[str]) -> None:
                 "parallel.use_distributed_optimizer=true; or precision.exp",
             ),
         ),
+        (["mode=fp16", "main_grads_dtype=bf16"], "main_grads_dtype", "parameters' format", "main_grads_dtype=fp32"),
         (["mode=fp32", "main_params_dtype=fp16"], "main_params_dtype", "their own masters", "main_params_dtype=fp32"),
         (
             [FP8, "fp8_param_gather=true", "parallel.use_distributed_optimizer=false"],
@@ -163,3 +165,44 @@ def test_the_format_that_a_recipe_has_by_default() -> None:
     found = {recipe: resolved_fp8_format(PrecisionConfig(fp8_recipe=recipe)) for recipe in ("delayed", "blockwise")}
     assert found == {"delayed": "hybrid", "blockwise": "e4m3"}
     assert resolved_fp8_format(PrecisionConfig(fp8_format="e4m3")) == "e4m3"
+
+
+@pytest.mark.parametrize(
+    ("values", "arithmetic", "text"),
+    [
+        (
+            {"mode": "fp8", "first_last_layers_bf16": True},
+            "emulated",
+            "fp8 delayed hybrid, history 1024, emulated; 24 of 32 linear layers in fp8; "
+            "masters fp32, gradients fp32, moments fp32",
+        ),
+        (
+            {"mode": "fp8", "fp8_recipe": "mxfp8", "override_linear_precision": [False, True, True]},
+            "",
+            "fp8 mxfp8 e4m3; 32 of 32 linear layers in fp8, their dgrad and wgrad in bf16; "
+            "masters fp32, gradients fp32, moments fp32",
+        ),
+        (
+            {"mode": "bf16", "bf16_layers": [1], "exp_avg_sq_dtype": "fp8"},
+            "native",
+            "bf16, native; 0 of 32 linear layers in fp8; masters fp32, gradients fp32, moments fp32 and fp8",
+        ),
+        (
+            {"mode": "fp32"},
+            "",
+            "fp32; 0 of 32 linear layers in fp8; masters the fp32 parameters, gradients fp32, moments fp32",
+        ),
+        (
+            {"mode": "fp16", "loss_scale": 128.0},
+            "",
+            "fp16, loss scale 128; 0 of 32 linear layers in fp8; masters fp32, gradients fp32, moments fp32",
+        ),
+    ],
+)
+def test_the_line_that_says_what_runs(values: dict[str, Any], arithmetic: str, text: str) -> None:
+    assert describe_formats(PrecisionConfig(**values), 8, arithmetic) == text
+
+
+def test_linear_layers_are_counted() -> None:
+    assert linear_layers_in_fp8(PrecisionConfig(mode="fp8", bf16_layers=[0, 5]), 16) == (56, 64)
+    assert linear_layers_in_fp8(PrecisionConfig(mode="bf16"), 16) == (0, 64)

@@ -203,6 +203,7 @@ SIZES = st.fixed_dictionaries(
         "precision.num_layers_at_end_in_bf16": st.integers(0, 5),
         "precision.bf16_layers": st.lists(st.integers(-1, 5), max_size=4),
         "precision.main_params_dtype": st.sampled_from(["fp32", "fp16"]),
+        "precision.main_grads_dtype": st.sampled_from(["fp32", "bf16"]),
         "precision.exp_avg_sq_dtype": st.sampled_from(["fp32", "fp8"]),
         "precision.loss_scale": st.sampled_from([None, 1.0]),
         "precision.initial_loss_scale": st.sampled_from([0.5, 2.0**32]),

@@ -36,6 +36,7 @@ SERIES = {
         "data-wait-seconds",
         "peak-memory-bytes",
     },
+    "fp8": {"iteration"},
     "validation": {"iteration", "lm loss validation", "consumed-tokens"},
     "end": {"iteration", "lm loss validation at start", "lm loss validation", "seconds"},
 }
@@ -105,11 +106,13 @@ def test_metrics_hold_the_documented_series(finished: Finished) -> None:
     assert [step["consumed-samples"] for step in steps] == [4 * step["iteration"] for step in steps]
     assert [step["consumed-tokens"] for step in steps] == [4 * 32 * step["iteration"] for step in steps]
     assert [record["iteration"] for record in of_kind(records, "validation")] == [0, 3, 6]
-    assert [record["event"] for record in records if record["event"] not in ("train", "validation")] == [
+    assert [record["event"] for record in records if record["event"] not in ("train", "validation", "fp8")] == [
         "start",
         "ready",
         "end",
     ]
+    # Scales of single tensors stand beside each training record.
+    assert [record["iteration"] for record in of_kind(records, "fp8")] == [step["iteration"] for step in steps]
 
 
 def test_metrics_are_those_of_a_run_that_learns(finished: Finished) -> None:
