@@ -306,3 +306,20 @@ def test_the_tool_names_mistakes() -> None:
     ended = run_tool("configs/llama_1b_fp8.yaml", "precision.mod=fp8")
     assert ended.returncode == 2
     assert "precision.mode" in ended.stderr
+
+
+def formats_in_evaluation(config: Config) -> set[str]:
+    """Formats that GEMMs read in an evaluation after a training step."""
+
+    def probe(parts: Any) -> set[str]:
+        gemms = observed_gemms(lambda: parts.stepper.evaluate(batches(parts), parts.batch_shape))
+        return {name for _, _, name in gemms}
+
+    return run_small(config, 1, probe).probe
+
+
+@pytest.mark.parametrize(("in_fp8", "names"), [(True, {"e4m3", "bf16"}), (False, {"bf16"})])
+def test_evaluation_runs_in_fp8_or_not(in_fp8: bool, names: set[str]) -> None:
+    config = config_of("delayed")
+    config = config.model_copy(update={"precision": config.precision.model_copy(update={"fp8_eval": in_fp8})})
+    assert run_on_ranks(1, formats_in_evaluation, config) == [names]
