@@ -15,7 +15,6 @@ from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.problem import BadInputError, ConfigError, Problem
 from megatron_fp8.data.check import check_data
 
-
 # Training losses are compared: of the same samples in every mode.
 _NO_EVALUATION = "training.eval_iters=0"
 

@@ -85,7 +85,7 @@ class PrecisionConfig(Section):
     """Checks in a row over a limit before a layer falls back."""
     fp8_fallback_num_healthy_checks: int = Field(default=0, ge=0)
     """Healthy checks in a row (of what FP8 would do) after which a layer returns to FP8; 0: never."""
-    fp8_fallback_max_clipped: float = Field(default=0.001, ge=0, le=1)
+    fp8_fallback_max_clipped: float = Field(default=0.01, ge=0, le=1)
     """Limit of the share of elements that are clipped at the format's largest value."""
     fp8_fallback_max_flushed: float = Field(default=0.5, ge=0, le=1)
     """Limit of the share of non-zero elements that become zero."""

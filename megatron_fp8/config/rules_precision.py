@@ -139,6 +139,20 @@ def _override(facts: Facts) -> Iterator[Finding]:
             "fprop, dgrad and wgrad are all overridden: nothing would run in FP8",
             (Alternative(OVERRIDE, [[False, False, True], [False] * 3]), NOT_FP8),
         )
+    precision, recompute = facts.config.precision, "model.recompute_granularity"
+    fprop, *others = precision.override_linear_precision
+    if fprop and precision.fp8_recipe == "delayed" and facts.get(recompute) == "full":
+        yield Finding(
+            "overridden fprop, recomputed",
+            OVERRIDE,
+            f"with fprop overridden and {recompute}=full an input is first cast in the second forward pass, whose "
+            "amaxes TE forgets: its scale would stay 1 for ever",
+            (
+                Alternative(OVERRIDE, [[False, *others]]),
+                Alternative("precision.fp8_recipe", ["tensorwise"]),
+                Alternative(recompute, ["none"]),
+            ),
+        )
 
 
 def _fallback(facts: Facts) -> Iterator[Finding]:

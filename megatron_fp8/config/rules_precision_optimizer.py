@@ -29,13 +29,15 @@ def check_optimizer_formats(facts: Facts) -> Iterator[Finding]:
                 f"Megatron Core keeps formats other than fp32 only with {DISTRIBUTED}",
                 (Alternative(DISTRIBUTED, [True]), Alternative(key, ["fp32"])),
             )
-    if precision.mode == "fp32" and precision.main_params_dtype != "fp32":
-        yield Finding(
-            "masters of FP32 parameters",
-            MAIN_PARAMS,
-            "in mode fp32 the parameters are their own masters",
-            (Alternative(MAIN_PARAMS, ["fp32"]), Alternative("precision.mode", ["bf16"])),
-        )
+    if precision.mode == "fp32":
+        for key in (key for key in reduced if key != MAIN_GRADS):
+            yield Finding(
+                "optimizer formats of FP32 parameters",
+                key,
+                "in mode fp32 the parameters are their own masters; with formats other than fp32 TE's FusedAdam keeps "
+                "masters of its own, which are not what it reads",
+                (Alternative(key, ["fp32"]), Alternative("precision.mode", ["bf16"])),
+            )
     if precision.main_grads_dtype == "bf16" and precision.mode in ("fp32", "fp16"):
         yield Finding(
             "BF16 gradients",
@@ -72,6 +74,14 @@ def _primary_weights(facts: Facts, reduced: list[str]) -> Iterator[Finding]:
             PARAM_GATHER,
             f"{key} wants GEMMs to read weights in BF16, and there would be none: they are kept in FP8 only",
             (without, Alternative(key, [[False] * 3])),
+        )
+    if not facts.config.model.fuse_qkv_params:
+        key = "model.fuse_qkv_params"
+        yield Finding(
+            "FP8 weights in parts",
+            PARAM_GATHER,
+            f"{key}=false keeps query, key and value weights apart, and TE does not join FP8 weights",
+            (Alternative(key, [True]), without),
         )
     # FusedAdam makes the masters itself then, and for delayed scaling from the weights as FP8 has rounded them; for
     # the other recipes Megatron gives it no shard of an FP8 weight unless the masters are FP32 and Megatron's.

@@ -9,10 +9,12 @@ from typing import Literal
 from pydantic import Field
 
 from megatron_fp8.config.base import Section
+from megatron_fp8.config.checkpoint import CheckpointConfig
 from megatron_fp8.config.model import ModelConfig
 from megatron_fp8.config.precision import PrecisionConfig
 
 __all__ = [
+    "CheckpointConfig",
     "Config",
     "DataConfig",
     "LoggingConfig",
@@ -143,4 +145,5 @@ class Config(Section):
     training: TrainingConfig
     optimizer: OptimizerConfig
     data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -112,7 +112,8 @@ def test_without_reduction_each_rank_gets_its_own_back() -> None:
     config = config_of(amax_reduction="off")
     parts = run_on_ranks(2, train_and_save, config, 2)
     own = "layers.0.self_attention.layernorm_qkv.scaling_fwd.scale@tp0.dp"
-    assert f"{own}0" in parts[0] and f"{own}1" in parts[1]
+    assert f"{own}0" in parts[0]
+    assert f"{own}1" in parts[1]
     saved = union(parts)
     assert any(not torch.equal(saved[name], saved[name[:-1] + "1"]) for name in saved if name.endswith("dp0"))
     for part, (notes, loaded) in zip(parts, run_on_ranks(2, load, config, saved), strict=True):
@@ -147,7 +148,8 @@ def test_another_history_length(length: int, dropped: int) -> None:
 def test_another_format_and_margin_convert_the_scales() -> None:
     (saved,) = run_on_ranks(1, train_and_save, config_of(), 2)
     ((notes, loaded),) = run_on_ranks(1, load, config_of(fp8_format="e4m3", fp8_margin=1), saved)
-    assert len(notes) == 1 and "are converted" in notes[0]
+    assert len(notes) == 1
+    assert "are converted" in notes[0]
     name = "layers.1.layernorm_mlp.scaling"
     assert torch.equal(loaded[f"{name}_fwd.scale"], saved[f"{name}_fwd.scale"] / 2)
     assert torch.allclose(loaded[f"{name}_bwd.scale"], saved[f"{name}_bwd.scale"] / 128 / 2, rtol=1e-6, atol=0)

@@ -1,0 +1,138 @@
+"""Owns the choice of what a run starts from: nothing, its own latest checkpoint, or somebody else's.
+
+Files are looked at, none is changed; contents are verified later, by all ranks together. A path that holds no
+checkpoint is a mistake, never a reason to start from random weights. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_fp8.checkpoint.directory import TRACKER, CheckpointDirectory
+from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, damage
+from megatron_fp8.config.problem import ConfigError, Problem
+from megatron_fp8.config.schema import Config
+
+# `latest`: the latest one or an end with a message; `auto`: the newest whole one, or a fresh start where there is none.
+Resume = Literal["latest", "auto"]
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from.
+
+    `run_directory`: of the run that is continued; None: a new one. `checkpoint`: the directory of a whole checkpoint;
+    None: initial weights. `may_fall_back`: an older checkpoint will do when this one turns out to be damaged.
+    `notes`: what a person should know.
+    """
+
+    run_directory: Path | None = None
+    checkpoint: Path | None = None
+    weights_only: bool = False
+    may_fall_back: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def choose_start(config: Config, resume: Resume | None) -> Start:
+    """What a run of `config` starts from. Raises ConfigError with the reason and what to use instead."""
+    settings = config.checkpoint
+    if resume is not None and settings.load is not None:
+        reason = "--resume continues the run's own checkpoints"
+        raise _mistake("checkpoint.load", settings.load, reason, "one of the two")
+    if resume is not None:
+        return _resume(config, resume)
+    if settings.load is None:
+        if settings.ckpt_step is not None:
+            reason = "there is nothing to load: neither checkpoint.load nor --resume is given"
+            raise _mistake("checkpoint.ckpt_step", settings.ckpt_step, reason, "--resume, or leave the key out")
+        return Start()
+    directory = _find_directory(Path(settings.load))
+    if isinstance(directory, CheckpointDirectory):
+        checkpoint = _pick(directory, settings.ckpt_step, "checkpoint.load", settings.load)
+    else:
+        checkpoint = directory
+        _require_whole(checkpoint, "checkpoint.load", settings.load, None)
+    return Start(checkpoint=checkpoint, weights_only=settings.load_weights_only)
+
+
+def _resume(config: Config, resume: Resume) -> Start:
+    run_directory = Path(config.run.root) / config.run.name
+    directory = CheckpointDirectory(run_directory / CHECKPOINTS)
+    if not directory.iterations():
+        if resume == "auto":
+            exists = run_directory.is_dir()
+            note = f"no checkpoint in {directory.root}: starting from the initial weights"
+            return Start(run_directory=run_directory if exists else None, may_fall_back=True, notes=(note,))
+        reason = f"there is no checkpoint in {directory.root}, and --resume never starts from initial weights"
+        raise _mistake("run.name", config.run.name, reason, "the name of a run that has one; or leave --resume out")
+    if resume == "latest":
+        checkpoint = _pick(directory, config.checkpoint.ckpt_step, "run.name", config.run.name)
+        return Start(run_directory, checkpoint)
+    newest = directory.newest_whole(contents=False)
+    if newest is None:
+        reason = f"every checkpoint in {directory.root} is damaged"
+        raise _mistake("run.name", config.run.name, reason, "a copy of one, as checkpoint.load")
+    notes = []
+    if newest != directory.iterations()[-1] or newest != _tracked(directory):
+        notes.append(f"taking iteration {newest}, the newest whole checkpoint; {TRACKER} says {_tracked(directory)}")
+    return Start(run_directory, directory.path(newest), may_fall_back=True, notes=tuple(notes))
+
+
+def _tracked(directory: CheckpointDirectory) -> int | None:
+    try:
+        return directory.latest()
+    except CheckpointError:
+        return None
+
+
+def _find_directory(path: Path) -> CheckpointDirectory | Path:
+    """The checkpoint itself, or the directory of checkpoints, that a path means."""
+    if (path / MANIFEST).is_file():
+        return path
+    for candidate in (path, path / CHECKPOINTS):
+        if CheckpointDirectory(candidate).iterations():
+            return CheckpointDirectory(candidate)
+    reason = "there is no checkpoint there" if path.is_dir() else "there is no such directory"
+    use = "the path of a run, of its checkpoints, or of one of them; without the key a run starts from initial weights"
+    raise _mistake("checkpoint.load", str(path), reason, use)
+
+
+def _pick(directory: CheckpointDirectory, step: int | None, key: str, value: str) -> Path:
+    """The checkpoint of iteration `step`, or the latest; it must be whole as far as sizes tell."""
+    iterations = directory.iterations()
+    if step is None:
+        try:
+            step = directory.latest()
+        except CheckpointError as error:
+            raise _mistake(key, value, str(error), _other_choice(directory, None)) from error
+        if step is None:
+            reason = f"{directory.root / TRACKER} is missing"
+            raise _mistake(key, value, reason, _other_choice(directory, None))
+    if step not in iterations:
+        reason = f"there is no checkpoint of iteration {step} in {directory.root}; there are {iterations}"
+        raise _mistake("checkpoint.ckpt_step", step, reason, f"checkpoint.ckpt_step={iterations[-1]}")
+    checkpoint = directory.path(step)
+    _require_whole(checkpoint, key, value, directory)
+    return checkpoint
+
+
+def _require_whole(checkpoint: Path, key: str, value: str, directory: CheckpointDirectory | None) -> None:
+    problems = list(damage(checkpoint, contents=False))
+    if problems:
+        before = int(checkpoint.name.split("_")[1]) if directory is not None else None
+        use = "another checkpoint" if directory is None else _other_choice(directory, before)
+        raise _mistake(key, value, f"the checkpoint is damaged: {'; '.join(problems)}", use)
+
+
+def _other_choice(directory: CheckpointDirectory, before: int | None) -> str:
+    newest = directory.newest_whole(before, contents=False)
+    if newest is None:
+        return "a copy of the checkpoint: no other one here is whole"
+    return f"checkpoint.ckpt_step={newest}, the newest whole one, or --resume=auto, which takes it"
+
+
+def _mistake(key: str, value: object, reason: str, use: str) -> ConfigError:
+    return ConfigError.from_problems([Problem(key, value, reason, use)])

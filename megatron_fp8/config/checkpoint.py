@@ -1,0 +1,35 @@
+"""Owns the `checkpoint` section of the config: when checkpoints are written, which stay, what a run starts from.
+
+Imports no torch.
+"""
+
+from pydantic import Field
+
+from megatron_fp8.config.base import Section
+
+
+class CheckpointConfig(Section):
+    """Checkpoints in the run directory, and what a new run starts from."""
+
+    save: bool = True
+    """Write checkpoints: every save_interval steps, at the end, and when the run is told to stop."""
+    save_interval: int = Field(default=1000, ge=0)
+    """Optimizer steps between checkpoints; 0: only at the end and when told to stop."""
+    save_retain_interval: int | None = Field(default=None, ge=1)
+    """Checkpoints of multiples of this many steps are never removed; null: keep_last alone decides."""
+    keep_last: int | None = Field(default=None, ge=1)
+    """Remove all but this many of the newest checkpoints; null: all stay."""
+    async_save: bool = True
+    """Write in the background: the step that saves waits for the copy of the state only."""
+    exit_interval: int | None = Field(default=None, ge=1)
+    """Save and end after a step whose number is a multiple of this (exit code 75)."""
+    exit_duration_in_mins: float | None = Field(default=None, gt=0)
+    """Save and end once the run has lasted this many minutes (exit code 75)."""
+    load: str | None = None
+    """Start a new run from a checkpoint: path of one, of a directory of them, or of a run directory."""
+    load_weights_only: bool = False
+    """Take only the weights from `load`: moments, schedule, counters and data start anew, as for a fine-tuning."""
+    ckpt_step: int | None = Field(default=None, ge=1)
+    """Iteration to load, with `load` or --resume; null: the latest."""
+    override_opt_param_scheduler: bool = False
+    """Let learning rates, schedule and weight decay of this config replace those of the loaded run."""
