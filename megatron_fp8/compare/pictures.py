@@ -43,7 +43,10 @@ def draw_losses(comparison: Comparison, path: Path) -> None:
         axis.set_ylim(-limit, limit)
         axis.tick_params(labelleft=number % _COLUMNS == 0, labelsize=8)
         if number % _COLUMNS == 0:
-            axis.set_ylabel(f"less {comparison.reference}", fontsize=8)
+            axis.set_ylabel(f"loss less {comparison.reference}'s", fontsize=8)
+    if others:
+        band = "" if comparison.spread() is None else f"; grey: seed-to-seed spread of {comparison.reference}"
+        figure.supxlabel(f"step. Thin: a seed, thick: mean over seeds{band}", fontsize=9)
     figure.savefig(path, dpi=_DPI)
     plt.close(figure)
 

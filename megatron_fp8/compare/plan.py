@@ -17,6 +17,7 @@ from megatron_fp8.data.check import check_data
 
 # Training losses are compared: of the same samples in every mode.
 _NO_EVALUATION = "training.eval_iters=0"
+_MAKE_DATA = "The data of configs/compare.yaml is made by: python tools/prepare_quickstart.py --output data/quickstart"
 
 
 class PlanError(BadInputError):
@@ -68,7 +69,8 @@ def make_plan(path: Path, overrides: Sequence[str], modes: Sequence[str], num_se
         for problem in _mode_problems(path, overrides, mode, data.vocab_size):
             found.setdefault(str(problem), []).append(mode)
     if found:
-        raise PlanError(_text(found, len(modes)))
+        hint = f"\n{_MAKE_DATA}" if data.problems else ""
+        raise PlanError(_text(found, len(modes)) + hint)
     first = base.config.training.seed
     return Plan(path, base, tuple(overrides), tuple(modes), tuple(range(first, first + num_seeds)))
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megatron_fp8.compare.comparison import OPERANDS, Comparison
 
-_WIDTH_CHARS = 150
+_WIDTH_CHARS = 190
 
 
 def show(comparison: Comparison, console: Console) -> None:
@@ -21,7 +21,8 @@ def show(comparison: Comparison, console: Console) -> None:
     style = box.HEAVY_HEAD if console.is_terminal else box.MARKDOWN
     num_steps = comparison.config.training.train_iters
     console.print(
-        f"{comparison.device}. {num_steps} steps; loss: mean of the last {comparison.num_last} steps, nats per token."
+        f"{comparison.device}. {num_steps} steps; loss: mean of the last {comparison.num_last} steps, nats per token.",
+        soft_wrap=True,
     )
     console.print(_losses(comparison, style))
     for difference in comparison.differences().values():
@@ -32,7 +33,7 @@ def show(comparison: Comparison, console: Console) -> None:
 
 def _losses(comparison: Comparison, style: box.Box) -> Table:
     table = Table(box=style)
-    table.add_column("mode")
+    table.add_column("mode", no_wrap=True)
     headings = (
         "loss",
         f"less {comparison.reference}",
@@ -68,7 +69,7 @@ def _operands(comparison: Comparison, style: box.Box) -> Table:
         title="Signal to quantisation noise in the last step, dB, mean over layers and seeds",
         title_justify="left",
     )
-    table.add_column("mode")
+    table.add_column("mode", no_wrap=True)
     for operand in OPERANDS:
         table.add_column(operand.replace("grad_output", "grad").replace("/", " "), justify="right")
     for mode in comparison.runs:

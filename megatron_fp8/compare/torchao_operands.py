@@ -29,8 +29,7 @@ class OperandMeter:
     def __init__(self, linears: Mapping[str, nn.Module]) -> None:
         self._sums: dict[str, Tensor] = {}
         self._hooks = [
-            module.register_forward_hook(self._hook(short_name(name, "{kind}")))  # type: ignore[arg-type]
-            for name, module in linears.items()
+            module.register_forward_hook(self._hook(short_name(name, "{kind}"))) for name, module in linears.items()
         ]
 
     def read(self) -> dict[str, OperandNoise]:
