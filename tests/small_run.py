@@ -43,7 +43,7 @@ class StepRecord:
 
     loss: float
     grad_norm: float | None
-    validation_loss: float
+    validation_loss: float | None
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,13 @@ class RunRecord:
     coordinates: dict[str, int] = field(default_factory=dict)
 
 
-def run_small(config: Config, num_steps: int = 5, probe: Callable[..., Any] | None = None) -> RunRecord:
-    """Train `num_steps` steps in the running world; `probe(parts, precision)` looks at the end."""
+def run_small(
+    config: Config, num_steps: int = 5, probe: Callable[..., Any] | None = None, *, evaluate: bool = False
+) -> RunRecord:
+    """Train `num_steps` steps in the running world; `probe(parts)` looks at the end.
+
+    `evaluate`: measure the loss after each step on the same batch, which costs a third of the step once more.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -77,7 +82,9 @@ def run_small(config: Config, num_steps: int = 5, probe: Callable[..., Any] | No
             result = parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
             if not result.skipped:
                 parts.schedule.step(1)
-            validation = parts.stepper.evaluate(batches(parts), parts.batch_shape).reduced_mean()
+            validation = None
+            if evaluate:
+                validation = parts.stepper.evaluate(batches(parts), parts.batch_shape).reduced_mean()
             steps.append(StepRecord(result.loss.reduced_mean(), result.grad_norm, validation))
         groups = parts.groups
         coordinates = {"tp": groups.tp.rank(), "pp": groups.pp.rank(), "dp": groups.dp.rank()}

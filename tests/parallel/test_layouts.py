@@ -88,7 +88,7 @@ def covering(variants: list[Variant]) -> list[Variant]:
 
 def run_variants(variants: list[Variant]) -> list[list[StepRecord]]:
     """One after the other in the running world."""
-    return [run_small(variant.config()).steps for variant in variants]
+    return [run_small(variant.config(), evaluate=True).steps for variant in variants]
 
 
 @cache

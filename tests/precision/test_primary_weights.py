@@ -86,7 +86,7 @@ def test_masters_start_as_those_of_a_bf16_run(parallel: dict[str, Any], world_si
 
 
 def losses(config: Any) -> list[tuple[float, float | None, float]]:
-    return [(step.loss, step.grad_norm, step.validation_loss) for step in run_small(config, 5).steps]
+    return [(step.loss, step.grad_norm, step.validation_loss) for step in run_small(config, 5, evaluate=True).steps]
 
 
 @pytest.mark.parametrize(

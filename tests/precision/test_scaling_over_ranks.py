@@ -176,7 +176,7 @@ def test_evaluation_leaves_the_state_as_it_was() -> None:
 
 def weights_used_in_training() -> list[tuple[float, float]]:
     """Validation loss after each step, and the training loss of the next on the same tokens."""
-    record = run_small(small_config(precision={"mode": "fp8"}, optimizer={"lr": 2e-2}), 4)
+    record = run_small(small_config(precision={"mode": "fp8"}, optimizer={"lr": 2e-2}), 4, evaluate=True)
     return [(a.validation_loss, b.loss) for a, b in zip(record.steps, record.steps[1:], strict=False)]
 
 
