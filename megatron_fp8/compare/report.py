@@ -36,7 +36,7 @@ def _losses(comparison: Comparison, style: box.Box) -> Table:
     table.add_column("mode", no_wrap=True)
     headings = (
         "loss",
-        f"less {comparison.reference}",
+        f"minus {comparison.reference}",
         "lowest",
         "highest",
         "seed spread",
