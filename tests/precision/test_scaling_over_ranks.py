@@ -13,9 +13,8 @@ State = dict[str, tuple[list[float], list[list[float]]]]
 LAYOUTS = [(1, 1, None, 2), (2, 1, None, 2), (1, 2, None, 2), (2, 1, None, 4), (2, 2, None, 4), (1, 2, 2, 2)]
 
 
-def fp8_config(tp: int = 1, pp: int = 1, vpp: int | None = None, amax_reduction: str = "auto", **model):
+def fp8_config(tp: int = 1, pp: int = 1, vpp: int | None = None, amax_reduction: str = "auto"):
     return small_config(
-        model=model,
         precision={"mode": "fp8", "fp8_amax_history_len": 4, "amax_reduction": amax_reduction},
         parallel={
             "tensor_model_parallel_size": tp,
@@ -23,6 +22,7 @@ def fp8_config(tp: int = 1, pp: int = 1, vpp: int | None = None, amax_reduction:
             "virtual_pipeline_model_parallel_size": vpp,
             "sequence_parallel": tp > 1,
         },
+        training={"global_batch_size": 8},
     )
 
 
@@ -87,12 +87,6 @@ def test_data_parallel_group_alone_fails_with_tensor_parallelism() -> None:
         assert_one_state_per_stage(records)
 
 
-def test_recompute_changes_nothing() -> None:
-    (plain,) = run_on_ranks(1, run, fp8_config(), 3)
-    (recomputed,) = run_on_ranks(1, run, fp8_config(recompute_granularity="full"), 3)
-    assert recomputed == plain
-
-
 def amaxes_on_four_ranks() -> list[float]:
     """Rank r sees an amax of 2^r; the scale and the history it ends up with."""
     from megatron.core import parallel_state
@@ -150,28 +144,6 @@ def micro_batches_of_one_step() -> list[float]:
 
 def test_the_largest_amax_of_all_micro_batches_counts() -> None:
     assert run_on_ranks(1, micro_batches_of_one_step) == [[1.0, 1.0, 1.0, 9.0, pytest.approx(448 / 9)]]
-
-
-def evaluate_in_the_middle(evaluations: int) -> State:
-    """Two steps, with evaluations before, between and after."""
-    config = fp8_config()
-
-    def probe(parts) -> State:
-        from tests.small_run import batches
-
-        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
-        for _ in range(evaluations):
-            parts.stepper.evaluate(batches(parts), parts.batch_shape)
-        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
-        return scaling_by_global_name(parts)
-
-    return run_small(config, 0, probe).probe
-
-
-def test_evaluation_leaves_the_state_as_it_was() -> None:
-    (without,) = run_on_ranks(1, evaluate_in_the_middle, 0)
-    (with_three,) = run_on_ranks(1, evaluate_in_the_middle, 3)
-    assert with_three == without
 
 
 def weights_used_in_training() -> list[tuple[float, float]]:
