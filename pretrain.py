@@ -5,7 +5,9 @@ Parses and checks the config before torch is imported; a mistake ends with exit 
 
 import sys
 import time
+from functools import partial
 
+from megatron_fp8.checkpoint.start import choose_start
 from megatron_fp8.config.cli import parse_command_line
 from megatron_fp8.config.load import process_environment
 from megatron_fp8.data.check import check_data
@@ -14,12 +16,15 @@ from megatron_fp8.data.check import check_data
 def main() -> None:
     """Parse, check, train."""
     started = time.monotonic()
-    command = parse_command_line(sys.argv[1:], process_environment(), check_data)
+    command = parse_command_line(sys.argv[1:], process_environment(), check_data, choose_start)
+    from megatron_fp8.faults.exit_codes import ExitCode
     from megatron_fp8.faults.report import run_reporting
     from megatron_fp8.parallel.start import global_rank
     from megatron_fp8.train.job import run_job
 
-    run_reporting(lambda: run_job(command.config, command.vocab_size, started), global_rank())
+    job = partial(run_job, command.config, command.vocab_size, command.start, started)
+    if run_reporting(job, global_rank()).stopped is not None:
+        sys.exit(ExitCode.STOPPED)
 
 
 # Workers that are spawned import this file.

@@ -49,8 +49,11 @@ class LiveState:
         """Numbers to be saved in the manifest, the same on every rank."""
         return {**read_scalars(self.optimizer), "schedule_steps": self.schedule.num_steps}
 
-    def tensors_to_save(self) -> dict[str, Any]:
-        """Megatron's sharded state dict of everything; its tensors are the live ones."""
+    def tensors_to_save(self, own: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Megatron's sharded state dict of everything, and of tensors that are this rank's `own`.
+
+        Its tensors are the live ones.
+        """
         allocate_state(self.optimizer)
         groups = self.places.groups
         boxes: dict[str, Any] = {}
@@ -61,10 +64,28 @@ class LiveState:
             # A rank's own state has its own name; a layer's is in one stage; the rest is everywhere.
             replica = 0 if "@" in name else in_stage if name.startswith("layers.") else groups.rank
             boxes[_PRECISION + name] = whole_tensor(_PRECISION + name, tensor, replica)
-        for name, state in read_streams(self.device).items():
-            key = f"{_STREAM}{name}@{stream_owner(groups)}"
-            boxes[key] = whole_tensor(key, state, 0)
+        streams = {f"{_STREAM}{name}": state for name, state in read_streams(self.device).items()}
+        for name, tensor in {**streams, **own}.items():
+            key = f"{name}@{stream_owner(groups)}"
+            boxes[key] = whole_tensor(key, tensor, 0)
         return boxes
+
+    def load_own(self, directory: Path, name: str) -> Tensor | None:
+        """A tensor that every rank saved as its own: this rank's, or under another layout the sum on rank 0, else 0.
+
+        None where none was saved.
+        """
+        index = read_index(directory)
+        mine = f"{name}@{stream_owner(self.places.groups)}"
+        every = [key for key in index if key.startswith(f"{name}@")]
+        same_layout = mine in index and len(every) == self.places.groups.world_size
+        keys = [mine] if same_layout else sorted(every)
+        wanted = {key: whole_tensor(key, torch.zeros(index[key].shape, dtype=index[key].dtype), 0) for key in keys}
+        if not wanted:
+            return None
+        dist_checkpointing.load(dict(wanted), str(directory), ("torch_dist", 1), validate_access_integrity=False)
+        total = torch.stack([tensor.data for tensor in wanted.values()]).sum(dim=0)
+        return total if same_layout or self.places.groups.rank == 0 else torch.zeros_like(total)
 
     def load(self, directory: Path, scalars: Mapping[str, float], weights_only: bool = False) -> list[str]:
         """Take over the whole checkpoint in `directory`; returns what could not be carried over as it was.

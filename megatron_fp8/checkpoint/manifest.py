@@ -38,14 +38,17 @@ class Manifest:
     """What a checkpoint is.
 
     `config`: the run's config as YAML. `layout`: sizes of the job that wrote it. `counters`: iteration, consumed
-    samples and tokens, and the like. `versions`: of the packages that wrote it. `files`: all others, by name.
+    samples and tokens, loss scale and the like. `lists`: layers that have fallen back to BF16, and their counts.
+    `versions`: of the packages that wrote it. `written`: when, UTC. `files`: all others, by name.
     """
 
     iteration: int
     config: str
     layout: Mapping[str, int]
-    counters: Mapping[str, int]
+    counters: Mapping[str, float]
     versions: Mapping[str, str]
+    lists: Mapping[str, list[int]] = field(default_factory=dict)
+    written: str = ""
     files: Mapping[str, FileSum] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
@@ -106,25 +109,28 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def damage(directory: Path, contents: bool = True) -> Iterator[str]:
+def damage(directory: Path, contents: bool = True, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
     """What is wrong with a checkpoint, one line a file; nothing: it is whole.
 
-    Sizes are always compared; `contents`: SHA-256 too, which reads every byte.
+    Sizes are always compared; `contents`: SHA-256 too, which reads every byte, of the files of one of several readers:
+    `share` is its number and theirs.
     """
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:
         yield str(error)
         return
-    for name, expected in manifest.files.items():
+    reader, num_readers = share
+    for index, (name, expected) in enumerate(manifest.files.items()):
         path = directory / name
+        contents_here = contents and index % num_readers == reader
         if Path(name).name != name:
             yield f"{directory / MANIFEST} names {name!r}, which is outside of its directory"
         elif not path.is_file():
             yield f"{path} is missing"
         elif path.stat().st_size != expected.num_bytes:
             yield f"{path} has {path.stat().st_size:,} bytes; {expected.num_bytes:,} were written"
-        elif contents and file_sum(path).sha256 != expected.sha256:
+        elif contents_here and file_sum(path).sha256 != expected.sha256:
             yield f"{path} is not what was written: its SHA-256 differs"
 
 

@@ -6,7 +6,7 @@ the checkpoint before it stays the latest. Must not know when to save.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from torch import Tensor
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.live import LiveState
 from megatron_fp8.checkpoint.mailbox import use_mailbox
 from megatron_fp8.checkpoint.manifest import CheckpointError, Manifest, write_sums
+from megatron_fp8.checkpoint.together import on_rank_0
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,19 @@ class CheckpointWriter:
         """Whether a checkpoint is on its way to the disk."""
         return self._pending is not None
 
-    def start(self, manifest: Manifest) -> None:
-        """Copy the state and begin to write it; the one before is waited for. Collective."""
-        self.wait()
+    def start(self, manifest: Manifest, own: Mapping[str, Tensor] | None = None) -> None:
+        """Copy the state and begin to write it, with tensors that are this rank's `own`. Collective.
+
+        Raises CheckpointError where nothing can be written. Only one write at a time: `wait` comes before.
+        """
+        if self._pending is not None:
+            raise RuntimeError("a checkpoint is still being written")
         started = time.monotonic()
         path = self._directory.incomplete(manifest.iteration)
         on_rank_0(lambda: self._directory.begin(manifest.iteration), self._live.device)
         try:
             request = dist_checkpointing.save(
-                self._live.tensors_to_save(),
+                self._live.tensors_to_save(own or {}),
                 str(path),
                 ("torch_dist", 1),
                 async_sharded_save=True,
@@ -131,19 +137,3 @@ def _with_sums(request: AsyncRequest, path: Path) -> AsyncRequest:
         write_sums(path, rank, sorted(file.name for file in path.glob(f"__{rank}_*.distcp")))
 
     return request._replace(async_fn=write_and_sum)
-
-
-def on_rank_0(action: Callable[[], Any], device: torch.device) -> None:
-    """Do something on rank 0; every rank waits for it, and raises CheckpointError when it failed there."""
-    error: Exception | None = None
-    if torch.distributed.get_rank() == 0:
-        try:
-            action()
-        except (CheckpointError, OSError) as caught:
-            error = caught
-    failed = torch.tensor([error is not None], dtype=torch.int32, device=device)
-    torch.distributed.broadcast(failed, src=0)
-    if error is not None:
-        raise CheckpointError(str(error)) from error
-    if failed.item():
-        raise CheckpointError("rank 0 could not do its part of the checkpoint; its own error says why")

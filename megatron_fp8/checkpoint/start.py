@@ -6,34 +6,15 @@ checkpoint is a mistake, never a reason to start from random weights. Imports no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from megatron_fp8.checkpoint.directory import TRACKER, CheckpointDirectory
-from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, damage
+from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, damage, read_manifest
 from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.schema import Config
+from megatron_fp8.config.start import Resume, Start
 
-# `latest`: the latest one or an end with a message; `auto`: the newest whole one, or a fresh start where there is none.
-Resume = Literal["latest", "auto"]
 CHECKPOINTS = "checkpoints"
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a run starts from.
-
-    `run_directory`: of the run that is continued; None: a new one. `checkpoint`: the directory of a whole checkpoint;
-    None: initial weights. `may_fall_back`: an older checkpoint will do when this one turns out to be damaged.
-    `notes`: what a person should know.
-    """
-
-    run_directory: Path | None = None
-    checkpoint: Path | None = None
-    weights_only: bool = False
-    may_fall_back: bool = False
-    notes: tuple[str, ...] = ()
 
 
 def choose_start(config: Config, resume: Resume | None) -> Start:
@@ -55,7 +36,8 @@ def choose_start(config: Config, resume: Resume | None) -> Start:
     else:
         checkpoint = directory
         _require_whole(checkpoint, "checkpoint.load", settings.load, None)
-    return Start(checkpoint=checkpoint, weights_only=settings.load_weights_only)
+    saved = read_manifest(checkpoint).config
+    return Start(checkpoint=checkpoint, saved_config=saved, weights_only=settings.load_weights_only)
 
 
 def _resume(config: Config, resume: Resume) -> Start:
@@ -70,7 +52,7 @@ def _resume(config: Config, resume: Resume) -> Start:
         raise _mistake("run.name", config.run.name, reason, "the name of a run that has one; or leave --resume out")
     if resume == "latest":
         checkpoint = _pick(directory, config.checkpoint.ckpt_step, "run.name", config.run.name)
-        return Start(run_directory, checkpoint)
+        return Start(run_directory, checkpoint, read_manifest(checkpoint).config)
     newest = directory.newest_whole(contents=False)
     if newest is None:
         reason = f"every checkpoint in {directory.root} is damaged"
@@ -78,7 +60,9 @@ def _resume(config: Config, resume: Resume) -> Start:
     notes = []
     if newest != directory.iterations()[-1] or newest != _tracked(directory):
         notes.append(f"taking iteration {newest}, the newest whole checkpoint; {TRACKER} says {_tracked(directory)}")
-    return Start(run_directory, directory.path(newest), may_fall_back=True, notes=tuple(notes))
+    checkpoint = directory.path(newest)
+    saved = read_manifest(checkpoint).config
+    return Start(run_directory, checkpoint, saved, may_fall_back=True, notes=tuple(notes))
 
 
 def _tracked(directory: CheckpointDirectory) -> int | None:

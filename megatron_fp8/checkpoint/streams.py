@@ -14,7 +14,8 @@ from megatron_fp8.parallel.groups import ParallelGroups
 
 def stream_owner(groups: ParallelGroups) -> str:
     """The name that this rank's streams are saved under."""
-    return f"tp{groups.tp.rank()}of{groups.tp.size()}.pp{groups.pp.rank()}of{groups.pp.size()}.dp{groups.dp.rank()}"
+    places = (("tp", groups.tp), ("pp", groups.pp), ("dp", groups.dp))
+    return ".".join(f"{name}{group.rank()}of{group.size()}" for name, group in places)
 
 
 def read_streams(device: torch.device) -> dict[str, Tensor]:

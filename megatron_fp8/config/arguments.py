@@ -31,7 +31,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of `pretrain.py`'s command line. Its errors are UsageErrors."""
     parser = _Parser(
         prog="pretrain.py",
-        usage="pretrain.py CONFIG [section.key=value ...] [--check] [--world-size N] [--print-config]",
+        usage="pretrain.py CONFIG [section.key=value ...] [--resume[=auto]] [--check] [--world-size N] "
+        "[--print-config]",
         description=DESCRIPTION,
         epilog=describe_keys(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -40,6 +41,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file; its `base:` names a file to start from")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="replaces a value of CONFIG")
+    parser.add_argument(
+        "--resume",
+        dest="resume",
+        action="store_const",
+        const="latest",
+        help="continue the run of this name from its latest checkpoint; --resume=auto: from the newest whole one, or "
+        "from the start where there is none",
+    )
+    parser.add_argument("--resume-auto", dest="resume", action="store_const", const="auto", help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help="report every mistake, or what would run, and end")
     parser.add_argument("--world-size", type=int, metavar="N", help="with --check: ranks that would run")
     parser.add_argument("--print-config", action="store_true", help="write the whole config as YAML and end")

@@ -12,17 +12,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_fp8.config.arguments import UsageError, hint_for_option, make_parser
 from megatron_fp8.config.check import DataReport, check_config
+from megatron_fp8.config.continuation import compare_with_saved
 from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.problem import ConfigError, Problem
-from megatron_fp8.config.rundir import resolve_run_directory
+from megatron_fp8.config.rundir import reopen_run_directory, resolve_run_directory
 from megatron_fp8.config.schema import Config
+from megatron_fp8.config.start import Resume, Start
 from megatron_fp8.config.summary import describe_world_sizes, summarize
 from megatron_fp8.config.warn import config_warnings
 
@@ -31,6 +34,7 @@ EXIT_CODE_OF_A_MISTAKE = 2
 SECONDS_FOR_THE_SPEAKER = 10.0
 
 DataCheck = Callable[[Config], DataReport]
+StartChoice = Callable[[Config, Resume | None], Start]
 
 
 @dataclass(frozen=True)
@@ -38,18 +42,23 @@ class Command:
     """A command line that was understood and found right.
 
     `origins`: where each dotted key's value comes from. `vocab_size`: tokens of the tokenizer, before padding.
+    `start`: what the run starts from.
     """
 
     config: Config
     origins: Mapping[str, str]
     vocab_size: int
+    start: Start
 
 
-def parse_command_line(argv: Sequence[str], environ: Mapping[str, str], check_data: DataCheck) -> Command:
+def parse_command_line(
+    argv: Sequence[str], environ: Mapping[str, str], check_data: DataCheck, choose_start: StartChoice
+) -> Command:
     """The checked config that `argv` (without the program's name) asks to train with.
 
     `environ`: `RANK` and `WORLD_SIZE` as torchrun sets them; rank 0 writes messages, to standard error.
-    `check_data` opens the config's files. Ends the process: with code 0 after `--help`, `--print-config` and
+    `check_data` opens the config's files, `choose_start` looks for checkpoints.
+    Ends the process: with code 0 after `--help`, `--print-config` and
     `--check`, with code 2 after any mistake.
     """
     speaker = _Speaker(environ)
@@ -64,11 +73,13 @@ def parse_command_line(argv: Sequence[str], environ: Mapping[str, str], check_da
             if not arguments.check:
                 speaker.end_with_answer(answer)
             speaker.answer(answer)
-        command, layout = _check(loaded, world_size, check_data)
+        command, layout = _check(loaded, world_size, check_data, partial(choose_start, loaded.config, arguments.resume))
     except (UsageError, ConfigError) as error:
         speaker.end_with_mistake(str(error))
     for warning in config_warnings(loaded, layout):
-        speaker.warn(warning)
+        speaker.warn(str(warning))
+    for note in command.start.notes:
+        speaker.warn(note)
     if arguments.check:
         summary = describe_world_sizes(loaded.config) if layout is None else summarize(loaded.config, layout)
         speaker.end_with_answer(summary + "\n")
@@ -77,7 +88,9 @@ def parse_command_line(argv: Sequence[str], environ: Mapping[str, str], check_da
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
-    arguments, unknown = parser.parse_known_intermixed_args(list(argv))
+    # An option with an optional value would take the override that comes after it for its value.
+    argv = ["--resume-auto" if argument == "--resume=auto" else argument for argument in argv]
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
     if arguments.help:
         return arguments
     if unknown:
@@ -105,22 +118,43 @@ def _world_size(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
     return size
 
 
-def _check(loaded: LoadedConfig, world_size: int | None, check_data: DataCheck) -> tuple[Command, Layout | None]:
+def _check(
+    loaded: LoadedConfig, world_size: int | None, check_data: DataCheck, choose_start: Callable[[], Start]
+) -> tuple[Command, Layout | None]:
     """The command and its layout (None without a world size). Raises ConfigError with every mistake."""
     report = check_data(loaded.config)
     problems = check_config(loaded, world_size, report.vocab_size)
     problems += [_with_origin(problem, loaded) for problem in report.problems]
     try:
-        resolve_run_directory(loaded.config)
+        start = _start(loaded.config, choose_start)
     except ConfigError as error:
         problems += [_with_origin(problem, loaded) for problem in error.problems]
     if problems:
         raise ConfigError.from_problems(problems)
     # No problem, so a tokenizer was read.
     assert report.vocab_size is not None
-    command = Command(loaded.config, loaded.origins, report.vocab_size)
+    command = Command(loaded.config, loaded.origins, report.vocab_size, start)
     layout = None if world_size is None else derive_layout(loaded.config, world_size, report.vocab_size)
     return command, layout
+
+
+def _start(config: Config, choose_start: Callable[[], Start]) -> Start:
+    """What the run starts from, with a directory to write into. Raises ConfigError with every mistake."""
+    start = choose_start()
+    notes: list[str] = []
+    problems: list[Problem] = []
+    if start.saved_config is not None:
+        problems, notes = compare_with_saved(config, start.saved_config, start.weights_only)
+    try:
+        if start.run_directory is None:
+            resolve_run_directory(config)
+        else:
+            reopen_run_directory(start.run_directory)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError.from_problems(problems)
+    return replace(start, notes=(*start.notes, *notes))
 
 
 def _with_origin(problem: Problem, loaded: LoadedConfig) -> Problem:
@@ -145,7 +179,7 @@ class _Speaker:
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    def warn(self, warning: Problem) -> None:
+    def warn(self, warning: str) -> None:
         """Write a warning to standard error."""
         if self._speaks:
             print(f"warning: {warning}", file=sys.stderr, flush=True)

@@ -37,10 +37,15 @@ _REMARKS = {
 }
 
 
-def compare_with_saved(config: Config, saved_text: str) -> tuple[list[Problem], list[str]]:
-    """(what forbids to go on from a checkpoint whose config was `saved_text`, in YAML; what a person should know)."""
+def compare_with_saved(config: Config, saved_text: str, weights_only: bool = False) -> tuple[list[Problem], list[str]]:
+    """(what forbids to go on from a checkpoint whose config was `saved_text`, in YAML; what a person should know).
+
+    `weights_only`: of the saved run nothing but the weights is taken, so that only the model must be the same.
+    """
     problems, notes = [], []
     for key, now, before in _differences(config, saved_text):
+        if weights_only and not key.startswith(_FIXED_SECTIONS):
+            continue
         if _is_fixed(key):
             reason = (
                 f"the checkpoint was made with {show_value(before)}: it is another model, or another order of samples"

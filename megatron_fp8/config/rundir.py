@@ -35,10 +35,19 @@ def resolve_run_directory(config: Config) -> Path:
                 "run.name",
                 config.run.name,
                 f"the run directory {directory} exists, and nothing in it is overwritten",
-                f"run.name={free.name}, or run.new_name_if_exists=true to have a free name taken",
+                f"--resume to continue that run, run.name={free.name}, or run.new_name_if_exists=true to have a free "
+                "name taken",
             )
         ]
     )
+
+
+def reopen_run_directory(directory: Path) -> Path:
+    """The directory of a run that is continued. ConfigError where it cannot be written to."""
+    if not os.access(directory, os.W_OK | os.X_OK):
+        reason = f"{directory} cannot be written to, so its run cannot be continued"
+        raise ConfigError.from_problems([Problem("run.root", str(directory.parent), reason, "a copy of your own")])
+    return directory
 
 
 def create_run_directory(config: Config) -> Path:

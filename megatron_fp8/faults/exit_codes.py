@@ -12,6 +12,9 @@ class ExitCode(IntEnum):
     """An exception; its traceback is printed last."""
     BAD_INPUT = 2
     """A config, data or command-line mistake, found before training."""
+    STOPPED = 75
+    """Saved and ended before the last step, because of a signal or a `checkpoint.exit_*` key: start it again with
+    --resume (75 is EX_TEMPFAIL of sysexits.h)."""
 
 
 class NonFiniteError(ArithmeticError):

@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch.distributed
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -16,18 +17,23 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.faults.exit_codes import ExitCode
 
+Result = TypeVar("Result")
+
 # The launcher sees a failed rank within tenths of a second and ends the others of its machine.
 SECONDS_FOR_THE_CAUSE = 10.0
 
 
-def run_reporting(job: Callable[[], object], rank: int) -> None:
-    """Run `job`; on an exception print it with the rank and end the process at once with `ExitCode.FAILED`.
+def run_reporting(job: Callable[[], Result], rank: int) -> Result:
+    """Run `job` and return its result; on an exception print it with the rank and end the process at once.
 
+    The exit code is then `ExitCode.FAILED`.
     A BadInputError speaks for itself: its text, no traceback, `ExitCode.BAD_INPUT`.
     Ends without Python's shutdown, which can wait for ever for collectives that other ranks no longer answer.
     """
     try:
-        record(lambda: _cause_first(job))()
+        result = record(lambda: _cause_first(job))()
+        # torch's decorator, which raises all the same, says that it may return None.
+        return cast("Result", result)
     except BadInputError as error:
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
@@ -39,14 +45,14 @@ def run_reporting(job: Callable[[], object], rank: int) -> None:
         os._exit(ExitCode.FAILED)
 
 
-def _cause_first(job: Callable[[], object]) -> None:
+def _cause_first(job: Callable[[], Result]) -> Result:
     """Run `job`; raise what comes of another rank's end only after that rank has had time to report its own error.
 
     The launcher takes the error with the earliest time, in whole seconds, for the cause; a connection that a failing
     rank closed is noticed within the same second.
     """
     try:
-        job()
+        return job()
     except Exception as error:
         if is_consequence(error):
             time.sleep(SECONDS_FOR_THE_CAUSE)

@@ -13,9 +13,12 @@ from megatron_fp8.report.record import Value
 
 
 class ConsoleSink:
-    """Lines on the console and in `log_path`; a bar below them when the console is a terminal."""
+    """Lines on the console and in `log_path`; a bar below them when the console is a terminal.
 
-    def __init__(self, log_path: Path, train_iters: int, console: Console | None = None) -> None:
+    `iteration`: where a run goes on from.
+    """
+
+    def __init__(self, log_path: Path, train_iters: int, iteration: int = 0, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._log = log_path.open("a", encoding="utf-8", buffering=1)
         self._train_iters = train_iters
@@ -29,7 +32,7 @@ class ConsoleSink:
                 TextColumn("{task.fields[numbers]}"),
                 console=self._console,
             )
-            self._task = self._progress.add_task("", total=train_iters, numbers="")
+            self._task = self._progress.add_task("", total=train_iters, completed=iteration, numbers="")
             self._progress.start()
 
     def write(self, record: Mapping[str, Value]) -> None:
@@ -70,6 +73,8 @@ def format_record(record: Mapping[str, Value], train_iters: int) -> str:
         return f"iteration {record['iteration']}/{train_iters} | lm loss validation {record['lm loss validation']:.4f}"
     if record["event"] == "ready":
         return f"first step after {record['seconds-to-first-step']:.1f} s"
+    if record["event"] == "checkpoint":
+        return _format_checkpoint(record)
     if record["event"] == "fp8-fallback":
         return _format_fallback(record)
     if record["event"] == "end":
@@ -86,8 +91,19 @@ def _format_fallback(record: Mapping[str, Value]) -> str:
     return line
 
 
+def _format_checkpoint(record: Mapping[str, Value]) -> str:
+    megabytes = float(record["bytes"] or 0) / 1e6
+    line = f"checkpoint {record['path']} | {megabytes:,.1f} MB in {float(record['seconds'] or 0.0):.1f} s"
+    line += f", training waited {float(record['hold-up-seconds'] or 0.0):.2f} s"
+    return line + (f" | removed {record['removed']}" if record["removed"] else "")
+
+
 def _format_end(record: Mapping[str, Value]) -> str:
-    line = f"finished {record['iteration']} iterations in {format_seconds(float(record['seconds'] or 0.0))}"
+    if record["stopped"] is not None:
+        line = f"stopped after {record['iteration']} iterations because of {record['stopped']}; --resume goes on"
+    else:
+        line = f"finished {record['iteration']} iterations"
+    line += f" in {format_seconds(float(record['seconds'] or 0.0))}"
     first, last = record["lm loss validation at start"], record["lm loss validation"]
     if isinstance(first, float) and isinstance(last, float):
         line += f" | lm loss validation {first:.4f} -> {last:.4f} ({last - first:+.4f} nats)"

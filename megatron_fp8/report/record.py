@@ -40,6 +40,29 @@ class Recorder:
             sink.close()
 
 
+METRICS = "metrics.jsonl"
+
+
+def drop_records_after(path: Path, iteration: int) -> None:
+    """Leave out of a `metrics.jsonl` what a run that goes on from `iteration` will do again, and the end of the run.
+
+    A line that a killed run left half written goes too. Nothing happens where there is no file.
+    """
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["event"] != "end" and record.get("iteration", 0) <= iteration:
+            kept.append(line)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)
+
+
 class JsonLines:
     """`metrics.jsonl`: a line is whole once written, so a killed run leaves a readable file.
 

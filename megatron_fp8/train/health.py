@@ -96,7 +96,8 @@ class HealthWatch:
             if self._precision.runs_in_fp8(number) or (returns and number in fallen)
         }
         device = self._precision.device
-        return TensorProbe(watched, (lambda kind: fresh_quantizer(fp8, kind, device)) if returns else None)
+        shadow = (lambda kind: fresh_quantizer(fp8, kind, device)) if returns else None
+        return TensorProbe(watched, shadow, bf16_layers=fallen)
 
     def _record_scales(self, iteration: int, scales: Mapping[str, OperandScale]) -> None:
         values: dict[str, Value] = {"iteration": iteration}

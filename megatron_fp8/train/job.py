@@ -12,16 +12,20 @@ import torch
 import torch.distributed
 
 from megatron_fp8 import device as devices
+from megatron_fp8.checkpoint.directory import CheckpointDirectory
+from megatron_fp8.checkpoint.manifest import read_manifest
+from megatron_fp8.checkpoint.start import CHECKPOINTS
 from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.formats import describe_formats, linear_layers_in_fp8
 from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.rundir import create_run_directory
 from megatron_fp8.config.schema import Config
+from megatron_fp8.config.start import Start
 from megatron_fp8.parallel.start import init_process_group
 from megatron_fp8.precision.chart.chart import format_chart, precision_chart
 from megatron_fp8.report.console import ConsoleSink
 from megatron_fp8.report.library_warnings import hide_meaningless_warnings
-from megatron_fp8.report.record import JsonLines, Recorder, Sink, Value
+from megatron_fp8.report.record import METRICS, JsonLines, Recorder, Sink, Value, drop_records_after
 
 
 @dataclass(frozen=True)
@@ -32,49 +36,91 @@ class JobSummary:
     first_validation_loss: float | None
     last_validation_loss: float | None
     seconds: float
+    stopped: str | None
 
 
-def run_job(config: Config, vocab_size: int, started: float) -> JobSummary:
+def run_job(config: Config, vocab_size: int, start: Start, started: float) -> JobSummary:
     """Train as `config`, already checked, says; `vocab_size` is that of the tokenizer, before padding.
 
-    `started`: when the program started, on the monotonic clock in seconds.
+    `start`: what the run starts from. `started`: when the program started, on the monotonic clock in seconds.
 
     Every rank of the job calls this. Raises what the parts raise; `run_directory` is None on ranks that write none.
     """
     device = devices.prepare()
     hide_meaningless_warnings(device.emulated)
     # They look for CUDA when imported.
+    from megatron_fp8.checkpoint.together import whole_start
     from megatron_fp8.data.dataset import build_datasets
     from megatron_fp8.data.tokenizer import Tokenizer
-    from megatron_fp8.train.loop import TrainingParts, train
+    from megatron_fp8.train.interval import IntervalLoss
+    from megatron_fp8.train.loop import train
+    from megatron_fp8.train.parts import TrainingParts
     from megatron_fp8.train.setup import build_parts
 
     init_process_group(device.backend(config.parallel.distributed_backend), config.parallel.distributed_timeout_minutes)
     layout = derive_layout(config, torch.distributed.get_world_size(), vocab_size)
+    start, notes = whole_start(start)
     with ExitStack() as stack:
-        run_directory, recorder = _open_run(config)
+        run_directory, recorder = _open_run(config, start)
         stack.callback(recorder.close)
         if config.data.tokenizer_model is None:
             raise ValueError("data.tokenizer_model is not set")
-        parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder)
+        checkpoints = _checkpoint_directory(config, run_directory)
+        parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder, checkpoints)
         datasets = build_datasets(config, Tokenizer.load(config.data.tokenizer_model), reads_data=parts.reads_data)
         recorder.write("start", _description(config, layout, device, run_directory))
-        losses = train(parts, datasets, started)
+        progress = None
+        if start.checkpoint is not None:
+            interval = IntervalLoss(device.torch_device)
+            progress, lost = parts.checkpointer.load(start.checkpoint, interval, start.weights_only)
+            recorder.write("resume", _resumed(start, progress.state.iteration, [*notes, *lost]))
+        result = train(parts, datasets, started, progress)
     # Not after an exception: other ranks may still be in a collective, for which this would wait.
     torch.distributed.destroy_process_group()
-    return JobSummary(run_directory, losses.first, losses.last, time.monotonic() - started)
+    return JobSummary(
+        run_directory,
+        result.first_validation_loss,
+        result.last_validation_loss,
+        time.monotonic() - started,
+        result.stopped,
+    )
 
 
-def _open_run(config: Config) -> tuple[Path | None, Recorder]:
+def _open_run(config: Config, start: Start) -> tuple[Path | None, Recorder]:
     if torch.distributed.get_rank() != 0:
         return None, Recorder([])
-    run_directory = create_run_directory(config)
+    run_directory = start.run_directory
+    iteration = 0
+    if run_directory is None:
+        run_directory = create_run_directory(config)
+    else:
+        CheckpointDirectory(run_directory / CHECKPOINTS).sweep()
+        iteration = 0 if start.checkpoint is None else read_manifest(start.checkpoint).iteration
+        drop_records_after(run_directory / METRICS, iteration)
     (run_directory / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     sinks: list[Sink] = [
-        JsonLines(run_directory / "metrics.jsonl"),
-        ConsoleSink(run_directory / "console.log", config.training.train_iters),
+        JsonLines(run_directory / METRICS),
+        ConsoleSink(run_directory / "console.log", config.training.train_iters, iteration),
     ]
     return run_directory, Recorder(sinks)
+
+
+def _checkpoint_directory(config: Config, run_directory: Path | None) -> Path | None:
+    """Where checkpoints go; every rank must know, and only rank 0 knows the run directory's final name."""
+    if not config.checkpoint.save:
+        return None
+    names = [str(run_directory)]
+    torch.distributed.broadcast_object_list(names, src=0)
+    return Path(names[0]) / CHECKPOINTS
+
+
+def _resumed(start: Start, iteration: int, notes: list[str]) -> dict[str, Value]:
+    return {
+        "checkpoint": str(start.checkpoint),
+        "iteration": iteration,
+        "weights only": start.weights_only,
+        "notes": "; ".join([*start.notes, *notes]),
+    }
 
 
 def _description(

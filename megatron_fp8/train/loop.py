@@ -1,134 +1,118 @@
-"""Owns the training loop: steps, evaluations at intervals, what is recorded when.
+"""Owns the training loop: steps, evaluations and checkpoints at intervals, what is recorded when, when it stops.
 
 Straight-line code over parts that were built elsewhere. Must not know how a step computes or where records go.
 """
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.dataset import Datasets
-from megatron_fp8.data.loader import BatchLoader
-from megatron_fp8.data.sampler import BatchSampler
-from megatron_fp8.device import Device
+from megatron_fp8.data.loader import BatchLoader, MicroBatch
 from megatron_fp8.faults.exit_codes import NonFiniteError
-from megatron_fp8.parallel.groups import ParallelGroups
-from megatron_fp8.precision.manager import PrecisionManager
+from megatron_fp8.faults.signals import StopSignals
 from megatron_fp8.precision.overflow import OverflowWatch
-from megatron_fp8.report.record import Recorder
-from megatron_fp8.train.health import HealthWatch
+from megatron_fp8.train.checkpointing import Progress
+from megatron_fp8.train.interval import IntervalLoss
 from megatron_fp8.train.pace import Pace
+from megatron_fp8.train.parts import TrainingParts
 from megatron_fp8.train.state import TrainState
-from megatron_fp8.train.step import BatchShape, LossSum, Stepper, StepResult
+from megatron_fp8.train.step import LossSum, StepResult
 
 
 @dataclass(frozen=True)
-class TrainingParts:
-    """What the loop runs on, this rank's share of it."""
+class TrainResult:
+    """First and last validation loss in nats per token, None without evaluation; why the run stopped before its last
+    step, None if it did not."""
 
-    config: Config
-    layout: Layout
-    device: Device
-    groups: ParallelGroups
-    chunks: Sequence[DistributedDataParallel]
-    optimizer: MegatronOptimizer
-    schedule: OptimizerParamScheduler
-    precision: PrecisionManager
-    stepper: Stepper
-    health: HealthWatch
-    recorder: Recorder
-
-    @property
-    def needs_data(self) -> bool:
-        """Whether this rank's stages look at tokens."""
-        return self.groups.is_first_stage or self.groups.is_last_stage
-
-    @property
-    def reads_data(self) -> bool:
-        """Whether this rank reads samples; rank 0 always can, since it builds the indices."""
-        return self.groups.rank == 0 or (self.needs_data and self.groups.tp.rank() == 0)
-
-    @property
-    def batch_shape(self) -> BatchShape:
-        """Sizes of a step on this rank."""
-        return BatchShape(
-            self.layout.num_microbatches, self.config.model.seq_length, self.config.training.micro_batch_size
-        )
-
-    def loader(self, dataset: object, num_samples: int) -> BatchLoader:
-        """Micro-batches of `dataset` from its start."""
-        training = self.config.training
-        sampler = BatchSampler(
-            training.micro_batch_size,
-            training.global_batch_size,
-            self.groups.dp.rank(),
-            self.groups.dp.size(),
-        )
-        return BatchLoader(
-            dataset if self.reads_data else None,  # type: ignore[arg-type]
-            sampler,
-            self.config.model.seq_length,
-            num_samples,
-            self.device.torch_device,
-            tp_group=self.groups.tp,
-            needs_data=self.needs_data,
-            num_workers=self.config.data.num_workers,
-        )
+    first_validation_loss: float | None
+    last_validation_loss: float | None
+    stopped: str | None
 
 
-@dataclass(frozen=True)
-class ValidationLosses:
-    """First and last validation loss in nats per token; None without evaluation."""
+def train(parts: TrainingParts, datasets: Datasets, started: float, progress: Progress | None = None) -> TrainResult:
+    """Run the steps that are left; `started` is the job's start on the monotonic clock, in seconds.
 
-    first: float | None
-    last: float | None
-
-
-def train(parts: TrainingParts, datasets: Datasets, started: float) -> ValidationLosses:
-    """Run every step of the config; `started` is the job's start on the monotonic clock, in seconds."""
+    `progress`: where a checkpoint was made; None: at the start.
+    """
     training = parts.config.training
-    state = TrainState()
-    first = last = _evaluate(parts, datasets, state)
-    interval: list[StepResult] = []
-    loss_scaling = parts.precision.policy.loss_scaling
-    overflows = None if loss_scaling is None else OverflowWatch(loss_scaling)
-    with parts.loader(datasets.train, datasets.num_train_samples) as loader:
+    if progress is None:
+        progress = Progress(TrainState(), IntervalLoss(parts.device.torch_device), None)
+    if progress.state.iteration == 0:
+        progress = replace(progress, first_validation_loss=_evaluate(parts, datasets, progress.state))
+    last = progress.first_validation_loss
+    stopped: str | None = None
+    with (
+        StopSignals(parts.device.torch_device) as signals,
+        parts.loader(datasets.train, datasets.num_train_samples, progress.state.consumed_samples) as loader,
+    ):
         iterators = loader.iterators(len(parts.chunks))
-        pace = Pace(training.train_iters, training.global_batch_size * parts.config.model.seq_length)
+        pace = Pace(
+            training.train_iters - progress.state.iteration,
+            training.global_batch_size * parts.config.model.seq_length,
+        )
+        overflows = _overflow_watch(parts)
         parts.recorder.write("ready", {"seconds-to-first-step": time.monotonic() - started})
-        while state.iteration < training.train_iters:
-            learning_rate = _learning_rate(parts.optimizer)
-            with parts.health.step(state.iteration + 1):
-                result = parts.stepper.train(parts.optimizer, iterators, parts.batch_shape)
-            if not result.skipped:
-                parts.schedule.step(1)
-            state = state.after_step(training.global_batch_size, parts.config.model.seq_length, result.skipped)
-            _require_progress(parts, overflows, result, state.iteration)
-            interval.append(result)
-            pace.step_done()
-            if state.iteration % parts.config.logging.log_interval == 0 or state.iteration == training.train_iters:
-                _record_interval(parts, state, interval, learning_rate, pace, loader.wait_seconds)
-                interval.clear()
-            if _evaluates_after(parts.config, state.iteration):
+        while progress.state.iteration < training.train_iters and stopped is None:
+            progress = _step(parts, iterators, progress, overflows, pace, loader)
+            if _evaluates_after(parts.config, progress.state.iteration):
                 with pace.paused():
-                    last = _evaluate(parts, datasets, state)
+                    last = _evaluate(parts, datasets, progress.state)
+            stopped = _stop_reason(parts.config, progress.state.iteration, signals, started)
+            ends = stopped is not None or progress.state.iteration == training.train_iters
+            with pace.paused():
+                parts.checkpointer.after_step(progress, ends)
+    if progress.state.iteration == training.train_iters:
+        stopped = None
     parts.recorder.write(
         "end",
         {
-            "iteration": state.iteration,
-            "lm loss validation at start": first,
+            "iteration": progress.state.iteration,
+            "lm loss validation at start": progress.first_validation_loss,
             "lm loss validation": last,
             "seconds": time.monotonic() - started,
+            "stopped": stopped,
         },
     )
-    return ValidationLosses(first, last)
+    return TrainResult(progress.first_validation_loss, last, stopped)
+
+
+def _step(
+    parts: TrainingParts,
+    iterators: Sequence[Iterator[MicroBatch]],
+    progress: Progress,
+    overflows: OverflowWatch | None,
+    pace: Pace,
+    loader: BatchLoader,
+) -> Progress:
+    """One optimizer step and, when it is time, its record."""
+    training = parts.config.training
+    learning_rate = _learning_rate(parts.optimizer)
+    with parts.health.step(progress.state.iteration + 1):
+        result = parts.stepper.train(parts.optimizer, iterators, parts.batch_shape)
+    if not result.skipped:
+        parts.schedule.step(1)
+    state = progress.state.after_step(training.global_batch_size, parts.config.model.seq_length, result.skipped)
+    _require_progress(parts, overflows, result, state.iteration)
+    progress.interval.add(result)
+    pace.step_done()
+    if state.iteration % parts.config.logging.log_interval == 0 or state.iteration == training.train_iters:
+        _record_interval(parts, state, progress.interval, result, learning_rate, pace, loader.wait_seconds)
+    return replace(progress, state=state)
+
+
+def _stop_reason(config: Config, iteration: int, signals: StopSignals, started: float) -> str | None:
+    """Why the run ends after this step, if it does; the same on every rank."""
+    settings = config.checkpoint
+    minutes = settings.exit_duration_in_mins
+    told = signals.vote(also=minutes is not None and time.monotonic() - started >= 60 * minutes)
+    if told is None and settings.exit_interval is not None and iteration % settings.exit_interval == 0:
+        return f"checkpoint.exit_interval={settings.exit_interval}"
+    return told
 
 
 def _evaluates_after(config: Config, iteration: int) -> bool:
@@ -154,7 +138,8 @@ def _evaluate(parts: TrainingParts, datasets: Datasets, state: TrainState) -> fl
 def _record_interval(
     parts: TrainingParts,
     state: TrainState,
-    interval: Sequence[StepResult],
+    interval: IntervalLoss,
+    newest: StepResult,
     learning_rate: float,
     pace: Pace,
     data_wait_seconds: float,
@@ -165,7 +150,7 @@ def _record_interval(
         {
             "iteration": state.iteration,
             "lm loss": _mean_loss(interval, state.iteration),
-            "grad-norm": interval[-1].grad_norm,
+            "grad-norm": newest.grad_norm,
             "learning-rate": learning_rate,
             "skipped-iterations": state.skipped_iterations,
             **_loss_scale(parts),
@@ -187,17 +172,14 @@ def _loss_scale(parts: TrainingParts) -> dict[str, float]:
     return {"loss-scale": float(parts.optimizer.get_loss_scale())}
 
 
-def _mean_loss(interval: Sequence[StepResult], iteration: int) -> float | None:
-    """Mean loss over the steps that were not skipped, None without any; collective over all ranks."""
-    counted = [result.loss for result in interval if not result.skipped]
-    if not counted:
-        return None
-    mean = LossSum.total(counted).reduced_mean()
-    if not math.isfinite(mean):
+def _mean_loss(interval: IntervalLoss, iteration: int) -> float | None:
+    """Mean loss over the steps since the last record that were not skipped; collective over all ranks."""
+    mean = interval.take()
+    if mean is not None and not math.isfinite(mean):
         # Gradients can be finite all the same: those of masked tokens are 0 whatever their loss is.
         raise NonFiniteError(
-            f"lm loss is {mean} in the {len(interval)} iterations up to {iteration} although their gradients are "
-            "finite: the loss of a masked token is not, or all tokens are masked. Look at the data of these steps"
+            f"lm loss is {mean} in the iterations since the last record, up to {iteration}, although their gradients "
+            "are finite: the loss of a masked token is not, or all tokens are masked. Look at the data of these steps"
         )
     return mean
 
@@ -219,6 +201,11 @@ def _require_progress(
     problem = overflows.skipped_step(float(parts.optimizer.get_loss_scale()))
     if problem is not None:
         raise NonFiniteError(f"stopped at iteration {iteration}: {problem}")
+
+
+def _overflow_watch(parts: TrainingParts) -> OverflowWatch | None:
+    scaling = parts.precision.policy.loss_scaling
+    return None if scaling is None else OverflowWatch(scaling)
 
 
 def _learning_rate(optimizer: MegatronOptimizer) -> float:

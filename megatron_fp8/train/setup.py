@@ -3,6 +3,10 @@
 Imports Transformer Engine and Megatron Core, so `device.prepare()` comes first.
 """
 
+from pathlib import Path
+
+from megatron_fp8.checkpoint.contents import model_places
+from megatron_fp8.checkpoint.live import LiveState
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.device import Device
@@ -12,13 +16,24 @@ from megatron_fp8.parallel.groups import amax_group, build_groups, seed_ranks
 from megatron_fp8.precision.manager import PrecisionManager
 from megatron_fp8.precision.policy import build_policy
 from megatron_fp8.report.record import Recorder
+from megatron_fp8.train.checkpointing import Checkpointer
 from megatron_fp8.train.health import HealthWatch
-from megatron_fp8.train.loop import TrainingParts
+from megatron_fp8.train.parts import TrainingParts
 from megatron_fp8.train.step import Stepper
 
 
-def build_parts(config: Config, layout: Layout, vocab_size: int, device: Device, recorder: Recorder) -> TrainingParts:
-    """Build this rank's share; collective over all ranks, the process group must be running."""
+def build_parts(
+    config: Config,
+    layout: Layout,
+    vocab_size: int,
+    device: Device,
+    recorder: Recorder,
+    checkpoints: Path | None = None,
+) -> TrainingParts:
+    """Build this rank's share; collective over all ranks, the process group must be running.
+
+    `checkpoints`: the directory that checkpoints are written into; None: none are.
+    """
     groups = build_groups(config.parallel)
     seed_ranks(config.training.seed, groups)
     policy = build_policy(config.precision, config.model.num_layers)
@@ -30,6 +45,10 @@ def build_parts(config: Config, layout: Layout, vocab_size: int, device: Device,
     )
     chunks = build_model(config, layout, vocab_size, groups, precision, device.torch_device)
     optimizer = build_optimizer(config, chunks, precision.policy)
+    schedule = build_schedule(config, optimizer)
+    health = HealthWatch(precision, groups, recorder, config.logging.log_interval)
+    places = model_places(chunks, layout, config.model.activation, groups, config.parallel.use_distributed_optimizer)
+    live = LiveState(chunks, optimizer, schedule, precision, places, device.torch_device)
     return TrainingParts(
         config=config,
         layout=layout,
@@ -37,9 +56,10 @@ def build_parts(config: Config, layout: Layout, vocab_size: int, device: Device,
         groups=groups,
         chunks=chunks,
         optimizer=optimizer,
-        schedule=build_schedule(config, optimizer),
+        schedule=schedule,
         precision=precision,
         stepper=Stepper(chunks, groups, precision, device.torch_device),
-        health=HealthWatch(precision, groups, recorder, config.logging.log_interval),
+        health=health,
+        checkpointer=Checkpointer(config, layout, checkpoints, live, health, recorder),
         recorder=recorder,
     )

@@ -1,6 +1,7 @@
 """Owns the counters of a run as plain data. Imports no torch."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -23,3 +24,12 @@ class TrainState:
             consumed_tokens=self.consumed_tokens + num_samples * seq_length,
             skipped_iterations=self.skipped_iterations + skipped,
         )
+
+    def as_counters(self) -> dict[str, int]:
+        """The counters by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_counters(cls, counters: Mapping[str, float]) -> "TrainState":
+        """From `as_counters`, with other names among them. Raises KeyError for a counter that is missing."""
+        return cls(**{field.name: int(counters[field.name]) for field in fields(cls)})

@@ -11,7 +11,15 @@ from source_tree import PACKAGE, Module, project_imports
 # From the bottom up: a module may import what is on its own layer or below. The longest name that fits counts.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (f"{PACKAGE}.config",),
-    (f"{PACKAGE}.precision.policy", f"{PACKAGE}.precision.chart", f"{PACKAGE}.train.state", f"{PACKAGE}.planner"),
+    (
+        f"{PACKAGE}.checkpoint.manifest",
+        f"{PACKAGE}.checkpoint.directory",
+        f"{PACKAGE}.checkpoint.start",
+        f"{PACKAGE}.precision.policy",
+        f"{PACKAGE}.precision.chart",
+        f"{PACKAGE}.train.state",
+        f"{PACKAGE}.planner",
+    ),
     (f"{PACKAGE}.device", f"{PACKAGE}.parallel", f"{PACKAGE}.cpu"),
     tuple(f"{PACKAGE}.{part}" for part in ("precision", "model.sharding", "data", "optim", "report", "faults")),
     (f"{PACKAGE}.model", f"{PACKAGE}.checkpoint"),

@@ -15,6 +15,7 @@ import yaml
 from config_samples import SMALL, VOCAB_SIZE, write
 
 from megatron_fp8.config.check import DataReport
+from megatron_fp8.checkpoint.start import choose_start
 from megatron_fp8.config.cli import Command, parse_command_line
 from megatron_fp8.config.fields import config_fields
 from megatron_fp8.config.load import load_config
@@ -36,7 +37,7 @@ def bad_data(config: Config) -> DataReport:
 
 def parse(*arguments: object, environ: Mapping[str, str] | None = None) -> Command:
     """The command of a correct line."""
-    return parse_command_line([str(argument) for argument in arguments], environ or {}, good_data)
+    return parse_command_line([str(argument) for argument in arguments], environ or {}, good_data, choose_start)
 
 
 def exit_code(*arguments: object, environ: Mapping[str, str] | None = None) -> int | str | None:
@@ -97,7 +98,7 @@ def test_a_mistake_ends_with_code_2_and_a_message_on_standard_error(
 def test_data_config_and_run_directory_are_reported_together(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (path.parent / "runs" / "small").mkdir(parents=True)
     with pytest.raises(SystemExit):
-        parse_command_line([str(path), "optimizer.min_lr=1"], {}, bad_data)
+        parse_command_line([str(path), "optimizer.min_lr=1"], {}, bad_data, choose_start)
     error = capfd.readouterr().err
     assert "3 mistakes" in error
     assert f"data.train_data_path = [data/train]  ({path}:17)" in error
@@ -174,6 +175,7 @@ def test_one_rank_speaks_and_all_end(
 PROGRAM = """
 import sys, time
 from megatron_fp8.config.cli import parse_command_line
+from megatron_fp8.checkpoint.start import choose_start
 from megatron_fp8.config.load import process_environment
 from megatron_fp8.config.check import DataReport
 if "real" in sys.argv[1]:
@@ -181,7 +183,7 @@ if "real" in sys.argv[1]:
 else:
     check_data = lambda config: DataReport(1000, ())
 try:
-    parse_command_line(sys.argv[2:], process_environment(), check_data)
+    parse_command_line(sys.argv[2:], process_environment(), check_data, choose_start)
 finally:
     heavy = {"torch", "transformer_engine", "megatron", "transformer_engine_torch"} & set(sys.modules)
     print("HEAVY", sorted(heavy), "SECONDS", time.process_time())

@@ -1,0 +1,60 @@
+"""Owns what the ranks of a job do together with files: one acts and all learn how it went, or each takes a share."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fp8.checkpoint.directory import CheckpointDirectory
+from megatron_fp8.checkpoint.manifest import CheckpointError, damage
+from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.config.start import Start
+
+
+def on_rank_0(action: Callable[[], Any], device: torch.device) -> None:
+    """Do something on rank 0; every rank waits for it, and raises CheckpointError when it failed there."""
+    error: Exception | None = None
+    if torch.distributed.get_rank() == 0:
+        try:
+            action()
+        except (CheckpointError, OSError) as caught:
+            error = caught
+    failed = torch.tensor([error is not None], dtype=torch.int32, device=device)
+    torch.distributed.broadcast(failed, src=0)
+    if error is not None:
+        raise CheckpointError(str(error)) from error
+    if failed.item():
+        raise CheckpointError("rank 0 could not do its part of the checkpoint; its own error says why")
+
+
+def whole_start(start: Start) -> tuple[Start, list[str]]:
+    """`start` with a checkpoint whose every byte is as written, and what a person should know. Collective.
+
+    An older checkpoint takes the place of a damaged one where the start allows it. Raises BadInputError otherwise.
+    """
+    notes: list[str] = []
+    while start.checkpoint is not None:
+        problems = damage_by_all_ranks(start.checkpoint)
+        if not problems:
+            break
+        found = f"the checkpoint is damaged: {'; '.join(problems)}"
+        iteration = int(start.checkpoint.name.split("_")[1])
+        older = CheckpointDirectory(start.checkpoint.parent).newest_whole(before=iteration, contents=False)
+        if not start.may_fall_back:
+            use = f"checkpoint.ckpt_step={older}, or --resume=auto" if older is not None else "another checkpoint"
+            raise BadInputError(f"{found}\n    use: {use}")
+        if older is None:
+            raise BadInputError(f"{found}\n    no older checkpoint in {start.checkpoint.parent} is whole")
+        notes.append(f"{found}; taking iteration {older} instead")
+        start = replace(start, checkpoint=start.checkpoint.parent / f"iter_{older:07d}")
+    return start, notes
+
+
+def damage_by_all_ranks(checkpoint: Path) -> list[str]:
+    """What is wrong with a checkpoint's files, each read by one rank; the same on every rank. Collective."""
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found: list[list[str]] = [[] for _ in range(world_size)]
+    torch.distributed.all_gather_object(found, list(damage(checkpoint, share=(rank, world_size))))
+    return sorted({problem for problems in found for problem in problems})

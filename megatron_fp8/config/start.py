@@ -1,0 +1,28 @@
+"""Owns what a run can start from, as plain data. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+# `latest`: the latest one or an end with a message; `auto`: the newest whole one, or a fresh start where there is none.
+Resume = Literal["latest", "auto"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from.
+
+    `run_directory`: of the run that is continued; None: a new one. `checkpoint`: the directory of a whole checkpoint;
+    None: initial weights. `saved_config`: the config that it was made with, as YAML. `weights_only`: nothing but its
+    weights is taken. `may_fall_back`: an older checkpoint will do when this one turns out to be damaged. `notes`: what
+    a person should know.
+    """
+
+    run_directory: Path | None = None
+    checkpoint: Path | None = None
+    saved_config: str | None = None
+    weights_only: bool = False
+    may_fall_back: bool = False
+    notes: tuple[str, ...] = ()

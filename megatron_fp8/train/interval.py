@@ -1,0 +1,38 @@
+"""Owns the losses of the steps since the last record: their sum, which a checkpoint in between carries on exactly.
+
+Must not know what is recorded.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_fp8.train.step import LossSum, StepResult
+
+
+class IntervalLoss:
+    """Sum of the losses of the steps since the last `take`, skipped ones left out; added up step by step."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Sum in nats, tokens, steps.
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def add(self, result: StepResult) -> None:
+        """Count a step."""
+        if not result.skipped:
+            self._sums[:2] += result.loss.sum_and_tokens
+            self._sums[2] += 1
+
+    def take(self) -> float | None:
+        """Mean loss per token over all ranks since the last call, None without a step; collective over all ranks."""
+        counted = int(self._sums[2]) > 0
+        loss = LossSum(self._sums[:2].clone()).reduced_mean() if counted else None
+        self._sums.zero_()
+        return loss
+
+    def state(self) -> Tensor:
+        """This rank's sums, FP64 `[3]`; the ranks' sums belong together."""
+        return self._sums.clone()
+
+    def restore(self, sums: Tensor) -> None:
+        """Put back a `state`."""
+        self._sums.copy_(sums)
