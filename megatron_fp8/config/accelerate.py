@@ -85,6 +85,10 @@ def read_accelerate(path: str, origin: str) -> Source:
             fp8[key.removeprefix("fp8_config.")] = written
         elif key == "mixed_precision":
             _mixed_precision(written, found)
+        elif key == "fp8_config" and not _is_empty(written):
+            reason = "not a mapping of the recipe's keys to values"
+            use = "a line fp8_config: and lines such as fp8_format: HYBRID below it, indented"
+            found.problems.append(Problem(key, written.text, reason, use, written.origin))
         elif not _is_empty(written):
             found.problems.extend(_top_level(key, written))
     mode = found.values.get("precision.mode")

@@ -10,6 +10,8 @@ from pydantic import Field
 from megatron_fp8.config.base import Section
 
 MomentFormat = Literal["fp32", "fp16", "bf16", "fp8"]
+# A loss scale and its inverse are FP32 numbers; beyond these one of them is infinite or zero, and every step overflows.
+_SMALLEST_LOSS_SCALE, _LARGEST_LOSS_SCALE = 2.0**-100, 2.0**100
 
 
 class PrecisionConfig(Section):
@@ -64,11 +66,11 @@ class PrecisionConfig(Section):
     exp_avg_sq_dtype: MomentFormat = "fp32"
     """Format of Adam's second moment."""
 
-    loss_scale: float | None = Field(default=None, gt=0)
+    loss_scale: float | None = Field(default=None, ge=_SMALLEST_LOSS_SCALE, le=_LARGEST_LOSS_SCALE)
     """Constant loss scale for fp16; null: dynamic."""
-    initial_loss_scale: float = Field(default=2.0**32, gt=0)
+    initial_loss_scale: float = Field(default=2.0**32, ge=_SMALLEST_LOSS_SCALE, le=_LARGEST_LOSS_SCALE)
     """Dynamic loss scale of the first step."""
-    min_loss_scale: float = Field(default=1.0, gt=0)
+    min_loss_scale: float = Field(default=1.0, ge=_SMALLEST_LOSS_SCALE, le=_LARGEST_LOSS_SCALE)
     """The dynamic loss scale never gets lower."""
     loss_scale_window: int = Field(default=1000, ge=1)
     """Steps without overflow after which the dynamic loss scale doubles."""

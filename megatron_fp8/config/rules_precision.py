@@ -154,6 +154,22 @@ def _override(facts: Facts) -> Iterator[Finding]:
             ),
         )
 
+    fprop, dgrad, wgrad = precision.override_linear_precision
+    fused, shards = "model.fuse_qkv_params", "parallel.use_distributed_optimizer"
+    if (fprop or dgrad) and not facts.get(fused) and not facts.get(shards):
+        # Megatron's buffer for the distributed optimizer holds the three in another order, so that TE copies them.
+        yield Finding(
+            "overridden GEMMs of weights in parts",
+            OVERRIDE,
+            f"with {fused}=false and {shards}=false TE joins the query, key and value weights without a copy, and an "
+            "overridden fprop or dgrad keeps them so over the next optimizer step, where autograd refuses them",
+            (
+                Alternative(OVERRIDE, [[False, False, wgrad]]),
+                Alternative(fused, [True]),
+                Alternative(shards, [True]),
+            ),
+        )
+
 
 def _fallback(facts: Facts) -> Iterator[Finding]:
     precision = facts.config.precision

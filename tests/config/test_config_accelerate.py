@@ -116,6 +116,8 @@ def test_mxfp8(tmp_path: Path, prefix: str) -> None:
         ("fp8_config: {use_mxfp8_block_scaling: 7}", "fp8_config.use_mxfp8_block_scaling", "true or false"),
         ("fp8_config: {margin: 2.5}", "precision.fp8_margin", "a whole number"),
         ("fp8_config: {override_linear_precision: [true]}", "precision.override_linear_precision", "3 of them"),
+        ("fp8_config: TE", "fp8_config", "fp8_format: HYBRID"),
+        ("fp8_config: [TE]", "fp8_config", "fp8_format: HYBRID"),
         ("mixed_precision: fp4", "mixed_precision", "no or fp16 or bf16 or fp8"),
         ("mixed_precison: fp8", "mixed_precison", "mixed_precision"),
         ("fsdp_config: {fsdp_version: 2}", "fsdp_config.fsdp_version", "use_distributed_optimizer"),

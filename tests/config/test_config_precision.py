@@ -12,6 +12,7 @@ from megatron_fp8.config.check import check_config
 from megatron_fp8.config.formats import describe_formats, layers_in_bf16, linear_layers_in_fp8, resolved_fp8_format
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.precision import PrecisionConfig
+from megatron_fp8.config.problem import ConfigError
 from megatron_fp8.config.warn import config_warnings
 
 FP8, MXFP8 = "mode=fp8", "fp8_recipe=mxfp8"
@@ -27,7 +28,7 @@ def load(directory: Path, overrides: list[str]):
     "overrides",
     [
         ["mode=fp16"],
-        ["mode=fp16", "loss_scale=128", "min_loss_scale=2e30"],
+        ["mode=fp16", "loss_scale=128", "min_loss_scale=1e30"],
         [FP8, "fp8_recipe=tensorwise", "fp8_format=hybrid"],
         [FP8, "fp8_recipe=blockwise"],
         [FP8, MXFP8, "fp8_format=e4m3"],
@@ -67,6 +68,13 @@ def test_valid_formats_pass(tmp_path: Path, overrides: list[str]) -> None:
             "override_linear_precision",
             "nothing",
             "[false,false,true]",
+        ),
+        (
+            [
+                *(FP8, "override_linear_precision=[true,false,true]"),
+                *("model.fuse_qkv_params=false", "parallel.use_distributed_optimizer=false"),
+            ],
+            *("override_linear_precision", "autograd refuses", "[false,false,true]; or model.fuse_qkv_params=true"),
         ),
         ([FP8, "fp8_fallback=true", "fp8_health_interval=0"], "fp8_fallback", "makes none", "health_interval=100"),
         ([FP8, "fp8_fallback=true", "fp8_param_gather=true"], "fp8_fallback", "FP8 only", "fp8_param_gather=false"),
@@ -113,6 +121,13 @@ def test_each_rule_refuses_what_it_is_for(
     assert [problem.key for problem in problems] == [f"precision.{key}"]
     assert reason in problems[0].reason
     assert use in problems[0].use_instead
+
+
+@pytest.mark.parametrize("key", ["loss_scale", "initial_loss_scale", "min_loss_scale"])
+@pytest.mark.parametrize("scale", ["1e39", "1e300", "1e-50"])
+def test_loss_scales_that_fp32_cannot_hold_are_refused(tmp_path: Path, key: str, scale: str) -> None:
+    with pytest.raises(ConfigError, match=rf"precision\.{key} = {scale}"):
+        load(tmp_path, ["mode=fp16", f"{key}={scale}"])
 
 
 @pytest.mark.parametrize(
