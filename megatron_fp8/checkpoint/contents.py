@@ -8,11 +8,11 @@ they are the masters, rounded. Built on Megatron Core's `ShardedTensor`; must no
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from torch import Tensor
+from torch import Tensor, nn
+from transformer_engine.pytorch import Float8Quantizer, Float8Tensor
 
 from megatron_fp8.checkpoint.placement import Placement
 from megatron_fp8.config.layout import Layout
@@ -26,12 +26,12 @@ from megatron_fp8.parallel.groups import ParallelGroups
 class ModelPlaces:
     """Where this rank's parameters lie in the whole model's: global names, and placements by parameter."""
 
-    names: Mapping[torch.nn.Parameter, str]
-    placements: Mapping[torch.nn.Parameter, Placement]
+    names: Mapping[nn.Parameter, str]
+    placements: Mapping[nn.Parameter, Placement]
     groups: ParallelGroups
     distributed_optimizer: bool
 
-    def replica(self, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
+    def replica(self, parameter: nn.Parameter) -> tuple[int, int, int]:
         """Megatron's replica number: all zero for the rank that writes. (copy on another stage, TP, DP)."""
         divided = self.placements[parameter].sharding.axis is not None
         # The last stage's copy of a tied embedding has the first one's name.
@@ -72,24 +72,45 @@ def optimizer_tensors(
             yield part, name, values, list(_boxes(f"{name}.{places.names[part.parameter]}", part, values, places))
 
 
+def fp8_weight_tensors(places: ModelPlaces) -> Iterator[tuple[Float8Tensor, list[ShardedTensor], ShardedTensor]]:
+    """(weight, boxes of its bytes, its inverse scale) of every weight that lives in FP8 with delayed scaling.
+
+    The masters do not say what these bytes are: they were cast with a scale that has been replaced since.
+    """
+    for parameter, name in places.names.items():
+        if isinstance(parameter, Float8Tensor) and isinstance(parameter._quantizer, Float8Quantizer):
+            copy, tp, _ = places.replica(parameter)
+            replica = (copy, tp, places.groups.dp.rank())
+            boxes = list(_cut(f"fp8_weights.{name}", parameter, 0, parameter._data.view(-1), places, replica))
+            every_rank = (copy, places.groups.tp.rank(), places.groups.dp.rank())
+            yield parameter, boxes, whole_tensor(f"fp8_weight_scales.{name}", parameter._scale_inv, every_rank)
+
+
 def _boxes(key: str, part: StatePart, values: Tensor, places: ModelPlaces) -> Iterator[ShardedTensor]:
-    placement = places.placements[part.parameter]
-    for box in placement.boxes(part.start, part.stop):
+    yield from _cut(key, part.parameter, part.start, values, places, places.replica(part.parameter))
+
+
+def _cut(
+    key: str, parameter: nn.Parameter, start: int, values: Tensor, places: ModelPlaces, replica: tuple[int, int, int]
+) -> Iterator[ShardedTensor]:
+    """Boxes of flat `values`, which begin at element `start` of the parameter's flat shard."""
+    placement = places.placements[parameter]
+    for box in placement.boxes(start, start + values.numel()):
         yield ShardedTensor(
             key=key,
-            data=values[box.start - part.start : box.stop - part.start].view(box.shape),
+            data=values[box.start - start : box.stop - start].view(box.shape),
             dtype=values.dtype,
             local_shape=box.shape,
             global_shape=placement.whole_shape,
             global_offset=box.offset,
             # No regular grid: ranges of the optimizer's buffers end anywhere.
             axis_fragmentations=None,
-            replica_id=places.replica(part.parameter),
+            replica_id=replica,
         )
 
 
-def whole_tensor(key: str, tensor: Tensor, replica: int) -> ShardedTensor:
-    """A tensor that one rank writes whole (`replica` 0) and others hold too."""
+def whole_tensor(key: str, tensor: Tensor, replica: int | tuple[int, ...]) -> ShardedTensor:
+    """A tensor that one rank writes whole (`replica` all 0) and others hold too."""
     tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
     return ShardedTensor(
         key=key,

@@ -16,8 +16,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
+from transformer_engine.pytorch import Float8Tensor
 
-from megatron_fp8.checkpoint.contents import ModelPlaces, optimizer_tensors, whole_tensor
+from megatron_fp8.checkpoint.contents import ModelPlaces, fp8_weight_tensors, optimizer_tensors, whole_tensor
 from megatron_fp8.checkpoint.index import StoredTensor, read_index
 from megatron_fp8.checkpoint.manifest import CheckpointError
 from megatron_fp8.checkpoint.streams import read_streams, stream_owner, write_streams
@@ -58,7 +59,9 @@ class LiveState:
         groups = self.places.groups
         boxes: dict[str, Any] = {}
         for _, _, _, parts in optimizer_tensors(self.optimizer, self.places):
-            boxes.update({f"{part.key}@{part.global_offset}": part for part in parts})
+            boxes.update(_by_place(parts))
+        for _, parts, scale in fp8_weight_tensors(self.places):
+            boxes.update(_by_place([*parts, scale]))
         in_stage = groups.tp.rank() + groups.tp.size() * groups.dp.rank()
         for name, tensor in self.precision.state_dict().items():
             # A rank's own state has its own name; a layer's is in one stage; the rest is everywhere.
@@ -98,22 +101,38 @@ class LiveState:
         names = (MASTER,) if weights_only else NAMES
         states = list(optimizer_tensors(self.optimizer, self.places, names))
         _require_same_model(directory, index, [box for _, _, _, boxes in states for box in boxes])
-        wanted: dict[str, Any] = {}
-        for _, _, _, parts in states:
-            wanted.update({f"{part.key}@{part.global_offset}": part for part in parts})
+        weights = [(w, parts, scale) for w, parts, scale in fp8_weight_tensors(self.places) if scale.key in index]
         others = {} if weights_only else self._others(index)
-        wanted.update(others)
+        wanted = dict(others)
+        for _, _, _, boxes in states:
+            wanted.update(_by_place(boxes))
+        if not weights_only:
+            for _, boxes, scale in weights:
+                wanted.update(_by_place([*boxes, scale]))
         # The tensors are filled where they are.
         dist_checkpointing.load(wanted, str(directory), ("torch_dist", 1), validate_access_integrity=False)
+        fp8_bytes = [(weight, weight._data.clone(), scale.data.clone()) for weight, _, scale in weights]
         for part, name, values, _ in states:
             part.write(name, values)
-        masters_to_parameters(self.optimizer, self.chunks)
         if weights_only:
+            masters_to_parameters(self.optimizer, self.chunks)
             return []
         write_scalars(self.optimizer, scalars)
         self.schedule.num_steps = 0
         self.schedule.step(int(scalars["schedule_steps"]))
-        return self._restore_others({name: tensor.data for name, tensor in others.items()}, index)
+        notes = self._restore_others({name: tensor.data for name, tensor in others.items()}, index)
+        masters_to_parameters(self.optimizer, self.chunks)
+        self._restore_fp8_weights(fp8_bytes)
+        return notes
+
+    def _restore_fp8_weights(self, saved: Sequence[tuple[Float8Tensor, Tensor, Tensor]]) -> None:
+        """Put FP8 weights back as they were; what casting the masters has left in the running amaxes goes."""
+        for weight, content, scale_inv in saved:
+            weight._data.copy_(content)
+            weight._scale_inv.copy_(scale_inv)
+            weight._reset_caches()
+        if saved:
+            self.precision.finish_step(skipped=True)
 
     def _others(self, index: Mapping[str, StoredTensor]) -> dict[str, ShardedTensor]:
         """What is loaded whole: scaling state of any rank, this rank's random streams."""
@@ -133,6 +152,10 @@ class LiveState:
         elif any(name.startswith(_STREAM) for name in index):
             notes.append("the random streams of dropout start anew: they belong to the ranks of another layout")
         return notes
+
+
+def _by_place(boxes: Sequence[ShardedTensor]) -> dict[str, Any]:
+    return {f"{box.key}@{box.global_offset}": box for box in boxes}
 
 
 def _scalar_again(name: str, tensor: Tensor) -> Tensor:

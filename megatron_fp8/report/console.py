@@ -99,7 +99,7 @@ def _format_checkpoint(record: Mapping[str, Value]) -> str:
 
 
 def _format_end(record: Mapping[str, Value]) -> str:
-    if record["stopped"] is not None:
+    if record.get("stopped") is not None:
         line = f"stopped after {record['iteration']} iterations because of {record['stopped']}; --resume goes on"
     else:
         line = f"finished {record['iteration']} iterations"
