@@ -134,13 +134,18 @@ class ScaleWatcher:
 
 
 def seed_delayed_scales(operands: Sequence[Operand], amaxes: Mapping[str, float], policy: Fp8Policy) -> None:
-    """Give operands that return to FP8 the scales of tensors with these amaxes, which also enter the histories."""
+    """Give operands that return to FP8 the scales of tensors with these amaxes, which also enter the histories.
+
+    An amax so small that its scale overflows FP32 has the largest FP32 number for a scale, as in TE's formula.
+    """
+    largest_scale = torch.finfo(torch.float32).max
     for operand in operands:
         amax = amaxes.get(operand.name, 0.0)
         if not 0 < amax < float("inf"):
             continue
         state = operand.module.fp8_meta[operand.direction]
-        state.scale[operand.slot] = largest_number(operand, policy) / amax / 2.0**policy.margin
+        scale = largest_number(operand, policy) / amax / 2.0**policy.margin
+        state.scale[operand.slot] = min(scale, largest_scale)
         if len(state.amax_history) > 1:
             state.amax_history[-1, operand.slot] = amax
 

@@ -5,7 +5,7 @@ do ("shadow"): it quantises the operands of their GEMMs on the side, with quanti
 computation itself is left as it is. Must not know limits, steps or ranks beyond the group that it sums over.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,13 +34,20 @@ _SLACK = 1 + 2.0**-16
 class TensorProbe:
     """Measures the tensors of `layers` (by global number) that are quantised while `measuring`.
 
-    `shadow` makes the quantizer with which a BF16 operand is tried; None: BF16 layers are not measured. With
+    `shadow` makes the quantizer with which an operand of the `bf16_layers` among them is tried; None: those are not
+    measured. (An FP8 layer has BF16 operands too where its GEMMs are overridden; these are not tried.) With
     recomputation the second forward pass is not counted again. Sums stay on the device until `read`.
     """
 
-    def __init__(self, layers: Mapping[int, nn.Module], shadow: Callable[[Kind], Quantizer] | None = None) -> None:
+    def __init__(
+        self,
+        layers: Mapping[int, nn.Module],
+        shadow: Callable[[Kind], Quantizer] | None = None,
+        bf16_layers: Collection[int] = (),
+    ) -> None:
         self._operands = list(operands(layers))
         self._shadow = shadow
+        self._bf16_layers = bf16_layers
         self._sums: dict[str, Tensor] = {}
         self._shadow_amax: dict[str, Tensor] = {}
         self._trying = False
@@ -53,7 +60,7 @@ class TensorProbe:
         self._find_quantizers()
         if self._shadow is not None:
             for operand in self._operands:
-                if operand.weight_name is not None:
+                if operand.layer in self._bf16_layers and operand.weight_name is not None:
                     weight = getattr(operand.module, operand.weight_name)
                     self._of_weight.setdefault(weight.data_ptr(), {})[operand.kind] = operand
         with tap(self):

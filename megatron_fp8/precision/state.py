@@ -112,7 +112,8 @@ def restore(
         if dropped:
             notes.append(f"{state.name}: the {dropped} oldest amaxes do not fit into the history")
         unit = units.largest_amax(1.0, state.is_forward) / before.largest_amax(1.0, state.is_forward)
-        state.scale.copy_(scale * unit)
+        # The scale of a tiny amax is FP32's largest number, and stays it in a larger unit.
+        state.scale.copy_((scale * unit).clamp(max=torch.finfo(torch.float32).max))
     return notes
 
 

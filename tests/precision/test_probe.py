@@ -111,7 +111,8 @@ def _measure(config: Config, shadow: bool) -> Caught:
     fp8 = build_policy(config.precision.model_copy(update={"mode": "fp8"}), config.model.num_layers).fp8
     assert fp8 is not None
     make = (lambda kind: fresh_quantizer(fp8, kind, parts.device.torch_device)) if shadow else None
-    probe = TensorProbe(parts.precision.layers, make)
+    in_bf16 = [layer for layer in parts.precision.layers if not parts.precision.runs_in_fp8(layer)]
+    probe = TensorProbe(parts.precision.layers, make, in_bf16)
     with probe.measuring():
         _step(parts)
     return Caught(tensors, scales, probe.read())
@@ -203,7 +204,11 @@ def _trace(config: Config, probed: bool) -> tuple[list[float], dict[str, Any], d
     fp8 = parts.precision.policy.fp8
     losses, measured = [], {}
     for _ in range(3):
-        probe = TensorProbe(parts.precision.layers, lambda kind: fresh_quantizer(fp8, kind, parts.device.torch_device))
+        probe = TensorProbe(
+            parts.precision.layers,
+            lambda kind: fresh_quantizer(fp8, kind, parts.device.torch_device),
+            config.precision.bf16_layers,
+        )
         if probed:
             with probe.measuring():
                 result = _step(parts)
@@ -227,6 +232,17 @@ def test_nothing_is_disturbed(recipe: str) -> None:
     assert probed[:2] == plain[:2]
 
 
+@pytest.mark.parametrize("override", [[True, False, False], [False, True, False]])
+def test_overridden_gemms_of_fp8_layers_are_not_taken_for_bf16_layers(override: list[bool]) -> None:
+    watched = config("delayed", override_linear_precision=override)
+    (alone,) = run_on_ranks(1, _sums, watched)
+    (beside_bf16,) = run_on_ranks(1, _sums, watched, True)
+    assert {name: beside_bf16[name] for name in alone if name.startswith("layers.1/")} == {
+        name: sums for name, sums in alone.items() if name.startswith("layers.1/")
+    }
+    assert any(name.startswith("layers.0/") for name in beside_bf16)
+
+
 def test_recomputed_tensors_are_counted_once() -> None:
     plain, recomputed = (
         run_on_ranks(1, _sums, config("delayed", recompute=recompute))[0] for recompute in ("none", "full")
@@ -235,11 +251,15 @@ def test_recomputed_tensors_are_counted_once() -> None:
     assert recomputed == plain
 
 
-def _sums(config: Config) -> dict[str, list[float]]:
+def _sums(config: Config, shadow: bool = False) -> dict[str, list[float]]:
+    """The sums of one step; `shadow`: as when layer 0, here in FP8 too, had fallen back."""
     parts = _parts(config)
     from megatron_fp8.precision.probe import TensorProbe
+    from megatron_fp8.precision.te_recipe import fresh_quantizer
 
-    probe = TensorProbe(parts.precision.layers)
+    fp8 = parts.precision.policy.fp8
+    make = (lambda kind: fresh_quantizer(fp8, kind, parts.device.torch_device)) if shadow else None
+    probe = TensorProbe(parts.precision.layers, make, bf16_layers=[0] if shadow else [])
     with probe.measuring():
         _step(parts)
     return {name: sums.tolist() for name, sums in probe._sums.items()}

@@ -15,7 +15,8 @@ Saved = dict[str, torch.Tensor]
 
 def config_of(parallel: dict | None = None, **precision):
     parallel = {"sequence_parallel": (parallel or {}).get("tensor_model_parallel_size", 1) > 1, **(parallel or {})}
-    return small_config(precision={"mode": "fp8", "fp8_amax_history_len": 4, **precision}, parallel=parallel)
+    precision = {"mode": "fp8", "fp8_amax_history_len": 4, **precision}
+    return small_config(precision=precision, parallel=parallel, training={"global_batch_size": 4})
 
 
 def through_a_file(saved: Saved) -> Saved:
@@ -171,3 +172,12 @@ def test_state_of_another_model_is_refused() -> None:
     name = "layers.0.layernorm_mlp.scaling_fwd.amax_history"
     with pytest.raises(AssertionError, match="this is the state of another model"):
         run_on_ranks(1, load, config_of(), {**saved, name: saved[name][:, :3]})
+
+
+def test_a_scale_of_a_tiny_amax_stays_finite_in_a_larger_unit() -> None:
+    (saved,) = run_on_ranks(1, train_and_save, config_of(fp8_margin=4), 1)
+    largest = torch.finfo(torch.float32).max
+    name = "layers.1.layernorm_mlp.scaling_bwd.scale"
+    saved[name] = torch.full_like(saved[name], largest)
+    ((_, loaded),) = run_on_ranks(1, load, config_of(fp8_margin=0), saved)
+    assert loaded[name].tolist() == [largest] * len(saved[name])
