@@ -26,6 +26,7 @@ LAYOUTS = [
 
 
 def fp16(scaling: dict[str, Any], parallel: dict[str, Any] | None = None, **sections: dict[str, Any]):
+    sections = {"training": {"global_batch_size": 8}, **sections}
     return small_config(precision={"mode": "fp16", **scaling}, parallel=parallel or {}, **sections)
 
 
@@ -37,7 +38,7 @@ def tiny(scaling: dict[str, Any], parallel: dict[str, Any] | None = None):
 
 @pytest.fixture(scope="module")
 def fp32_losses() -> list[float]:
-    (record,) = run_on_ranks(1, run_small, small_config(), NUM_STEPS)
+    (record,) = run_on_ranks(1, run_small, small_config(training={"global_batch_size": 8}), NUM_STEPS)
     return [step.loss for step in record.steps]
 
 
@@ -153,7 +154,7 @@ def found_by_itself() -> list[tuple[float, bool]]:
             course.append((float(parts.optimizer.get_loss_scale()), result.skipped))
         return course
 
-    return run_small(fp16({"initial_loss_scale": 2.0**20, "hysteresis": 1}), 0, probe).probe
+    return run_small(tiny({"initial_loss_scale": 2.0**20, "hysteresis": 1}), 0, probe).probe
 
 
 def test_a_scale_that_is_too_high_falls_until_gradients_are_finite() -> None:
@@ -200,7 +201,7 @@ def skipped_step(world_rank: int, value: float) -> dict[str, Any]:
 
 
 def run_skipped_step(parallel: dict[str, Any], world_rank: int, value: float) -> dict[str, Any]:
-    training = {"micro_batch_size": 1, "global_batch_size": 4}
+    training = {"micro_batch_size": 1, "global_batch_size": 2}
     config = fp16({"initial_loss_scale": 1024.0, "hysteresis": 1}, parallel, training=training)
     return run_small(config, 0, skipped_step(world_rank, value)).probe
 
@@ -355,6 +356,6 @@ def test_gradients_that_are_not_finite_end_a_run_without_a_loss_scale(mode: str,
 def test_a_loss_that_is_not_finite_is_never_just_logged(mode: str, tmp_path: Path) -> None:
     """Samples 4 and 5, the third step's, are masked wholly: gradients of 0, and no loss to speak of."""
     config = loop_config({"mode": mode, "initial_loss_scale": 256.0}, 6)
-    with pytest.raises(RankError, match="lm loss is nan in the 1 iterations up to 3"):
+    with pytest.raises(RankError, match=r"lm loss is nan in .* up to 3"):
         run_on_ranks(1, looped, config, str(tmp_path), frozenset(), frozenset({4, 5}))
     assert len(records(tmp_path)) == 2

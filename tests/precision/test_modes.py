@@ -44,7 +44,11 @@ def fp32_losses() -> list[float]:
     return [loss for loss, _ in alone]
 
 
-@pytest.mark.parametrize("mode", MODES)
+# Of weights that live in FP8, layouts are compared in test_primary_weights.py too.
+SLOW = ("tensorwise, primary", "blockwise, primary")
+
+
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=pytest.mark.slow) if m in SLOW else m for m in MODES])
 def test_ten_steps_on_one_rank_and_on_four(mode: str, fp32_losses: list[float]) -> None:
     (alone,) = run_on_ranks(1, losses, config_of(mode), 10)
     four = run_on_ranks(4, losses, config_of(mode, FOUR_RANKS), 10)

@@ -12,11 +12,12 @@ RECIPES = ["delayed", "tensorwise", "blockwise"]
 GEMMS = ["fprop", "dgrad", "wgrad"]
 
 
-def config_of(parallel: dict | None = None, **precision):
+def config_of(parallel: dict | None = None, mode: str = "fp8", **precision):
     return small_config(
         model={"seq_length": 64},
-        precision={"mode": "fp8", "fp8_amax_history_len": 4, **precision},
+        precision={"mode": mode, "fp8_amax_history_len": 4, **precision},
         parallel=parallel or {},
+        training={"global_batch_size": 4},
     )
 
 
@@ -69,7 +70,7 @@ def losses(config, num_steps: int = 3) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_all_gemms_overridden_is_bf16_bit_for_bit(recipe: str) -> None:
     (overridden,) = run_on_ranks(1, losses, config_of(fp8_recipe=recipe, override_linear_precision=[True] * 3))
-    (bf16,) = run_on_ranks(1, losses, small_config(model={"seq_length": 64}, precision={"mode": "bf16"}))
+    (bf16,) = run_on_ranks(1, losses, config_of(mode="bf16"))
     assert overridden == bf16
 
 
@@ -143,6 +144,6 @@ def test_layers_in_bf16_train_alike_under_any_pipeline_split(recipe: str) -> Non
 
 
 def test_all_layers_in_bf16_is_the_bf16_run_bit_for_bit() -> None:
-    (bf16,) = run_on_ranks(1, losses, small_config(model={"seq_length": 64}, precision={"mode": "bf16"}))
+    (bf16,) = run_on_ranks(1, losses, config_of(mode="bf16"))
     (listed,) = run_on_ranks(1, losses, config_of(bf16_layers=[0, 1, 2, 3]))
     assert listed == bf16
