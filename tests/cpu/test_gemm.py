@@ -205,6 +205,18 @@ def test_nan_and_infinity_come_through() -> None:
     assert result.isnan().any(dim=1).nonzero().tolist() == [[3]]
 
 
+def test_scales_whose_product_overflows() -> None:
+    huge = torch.zeros(16, 16)
+    huge[0, :] = 3e37
+    huge[1, 1] = 3e37
+    operands = [tex.quantize(huge, te.Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, torch.device("cuda")))] * 2
+    result = general_gemm(*operands, out_dtype=torch.float32)[0]
+    infinite = torch.zeros(16, 16, dtype=torch.bool)
+    infinite[:2, :2] = True
+    assert torch.equal(result.isinf(), infinite)
+    assert not result[~infinite].any()
+
+
 def test_autocast_does_not_reach_into_the_gemm() -> None:
     a, b = operand("fp32", (N, K), 0), operand("fp32", (M, K), 1)
     with torch.autocast("cpu", torch.bfloat16):

@@ -115,8 +115,12 @@ def _multiply(
     addend = flat
     if bias is not None and beta == 0.0:
         addend, beta, bias = bias.to(torch.float32), 1.0, None
-    with _bf16_products(_NATIVE_BF16 and left.fits_bf16 and right.fits_bf16):
-        torch.addmm(addend, rows, columns, beta=beta, alpha=alpha * left.factor * right.factor, out=flat)
+    factor, in_bf16 = alpha * left.factor * right.factor, left.fits_bf16 and right.fits_bf16
+    if abs(factor) > torch.finfo(torch.float32).max:
+        # Both operands are huge. Scaled one by one they make infinity where the product is, and 0 where it is 0.
+        rows, columns, factor, in_bf16 = rows * left.factor, columns * right.factor, alpha, False
+    with _bf16_products(_NATIVE_BF16 and in_bf16):
+        torch.addmm(addend, rows, columns, beta=beta, alpha=factor, out=flat)
     if bias is not None:
         flat.add_(bias)
 
