@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_fp8.precision.policy import Fp8Recipe
+
 
 @dataclass(frozen=True)
 class Mode:
@@ -13,7 +15,7 @@ class Mode:
 
     name: str
     precision: str
-    fp8_recipe: str | None = None
+    fp8_recipe: Fp8Recipe | None = None
     torchao_recipe: Literal["tensorwise", "rowwise"] | None = None
 
     @property
@@ -21,11 +23,6 @@ class Mode:
         """As on a command line."""
         recipe = () if self.fp8_recipe is None else (f"precision.fp8_recipe={self.fp8_recipe}",)
         return (f"precision.mode={self.precision}", *recipe)
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether the blocks' GEMMs take FP8."""
-        return self.precision == "fp8" or self.torchao_recipe is not None
 
 
 # Outside the blocks torchao's runs are BF16, so that is the mode of their config.

@@ -54,7 +54,7 @@ class OurRun:
             parts.schedule.step(1)
         if probe is not None:
             self.operands = {
-                short_name(name): OperandNoise(health.sqnr_db, health.clipped, health.flushed)
+                _short_name(name): OperandNoise(health.sqnr_db, health.clipped, health.flushed)
                 for name, health in probe.read().items()
             }
         return result.loss.reduced_mean(), result.skipped
@@ -64,7 +64,7 @@ class OurRun:
         self._loader.close()
 
 
-def short_name(name: str) -> str:
+def _short_name(name: str) -> str:
     """`layers.0/self_attention.layernorm_qkv/input` -> `layers.0/qkv/input`."""
     layer, linear, kind = name.split("/")
     return f"{layer}/{_LINEARS[linear]}/{kind}"

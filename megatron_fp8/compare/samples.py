@@ -71,12 +71,12 @@ def prepare(task: PrepareTask, on_step: Callable[[int], None]) -> Preparation:
         datasets = build_datasets(config, Tokenizer.load(config.data.tokenizer_model))
         samples = [cast(Any, datasets.train)[index] for index in range(datasets.num_train_samples)]
         fields = {name: torch.stack([sample[name] for sample in samples]) for name in FIELDS}
-        torch.save({"fields": fields, "learning_rates": learning_rates(config)}, path)
+        torch.save({"fields": fields, "learning_rates": _learning_rates(config)}, path)
         on_step(number)
-    return Preparation(device.description, unsupported_modes())
+    return Preparation(device.description, _unsupported_modes())
 
 
-def learning_rates(config: Config) -> list[float]:
+def _learning_rates(config: Config) -> list[float]:
     """The learning rate of each step, by the schedule of the training loop."""
     from megatron_fp8.optim.build import build_schedule
 
@@ -90,15 +90,11 @@ def learning_rates(config: Config) -> list[float]:
     return rates
 
 
-def unsupported_modes() -> dict[str, str]:
-    """Why this machine's device cannot run a mode, as Transformer Engine says."""
-    import transformer_engine.pytorch as te
+def _unsupported_modes() -> dict[str, str]:
+    """Why this machine's device cannot run a mode."""
+    from megatron_fp8.precision.device_support import why_unsupported
 
-    checks = {"blockwise": te.is_fp8_block_scaling_available, "mxfp8": te.is_mxfp8_available}
-    reasons = {}
-    for name, mode in MODES.items():
-        if mode.is_fp8:
-            available, reason = checks.get(mode.fp8_recipe or "", te.is_fp8_available)(return_reason=True)
-            if not available:
-                reasons[name] = reason
-    return reasons
+    # torchao's GEMMs need of a device what tensorwise scaling needs.
+    recipes = {name: mode.fp8_recipe or (mode.torchao_recipe and "tensorwise") for name, mode in MODES.items()}
+    reasons = {name: why_unsupported(recipe) for name, recipe in recipes.items() if recipe is not None}
+    return {name: reason for name, reason in reasons.items() if reason is not None}

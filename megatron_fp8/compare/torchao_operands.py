@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_fp8.compare.work import KINDS, OperandNoise
-from megatron_fp8.precision.tensor_health import NUM_SUMS, TensorHealth
+from megatron_fp8.compare.work import OperandNoise
+from megatron_fp8.precision.quantisation_sums import quantisation_sums
+from megatron_fp8.precision.tensor_health import TensorHealth
 
 # The plain model's names, and the short ones of the comparison.
 _LINEARS = {"qkv": "qkv", "proj": "proj", "gate_up": "fc1", "down": "fc2"}
@@ -28,9 +29,7 @@ class OperandMeter:
 
     def __init__(self, linears: Mapping[str, nn.Module]) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._hooks = [
-            module.register_forward_hook(self._hook(short_name(name, "{kind}"))) for name, module in linears.items()
-        ]
+        self._hooks = [module.register_forward_hook(self._hook(_short_name(name))) for name, module in linears.items()]
 
     def read(self) -> dict[str, OperandNoise]:
         """What was measured, by operand, summed over the micro-batches; takes the hooks away."""
@@ -39,30 +38,33 @@ class OperandMeter:
         health = {name: TensorHealth.from_sums(sums.tolist()) for name, sums in self._sums.items()}
         return {name: OperandNoise(found.sqnr_db, found.clipped, found.flushed) for name, found in health.items()}
 
-    def _hook(self, name: str) -> Any:
+    def _hook(self, linear: str) -> Any:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            self._add(name.format(kind=KINDS[0]), inputs[0], module, KINDS[0])
-            if name.format(kind=KINDS[1]) not in self._sums:
-                self._add(name.format(kind=KINDS[1]), module.get_parameter("weight"), module, KINDS[1])
-            output.register_hook(lambda gradient: self._add(name.format(kind=KINDS[2]), gradient, module, KINDS[2]))
+            self._add(linear, "input", inputs[0], module)
+            if f"{linear}/weight" not in self._sums:
+                self._add(linear, "weight", module.get_parameter("weight"), module)
+            output.register_hook(lambda gradient: self._add(linear, "grad_output", gradient, module))
 
         return hook
 
     @torch.no_grad()
-    def _add(self, name: str, tensor: Tensor, module: Any, kind: str) -> None:
-        sums = quantisation_sums(tensor.reshape(-1, tensor.shape[-1]), module.config, kind)
+    def _add(self, linear: str, kind: str, tensor: Tensor, module: Any) -> None:
+        name = f"{linear}/{kind}"
+        sums = quantisation_sums(*quantise(tensor.reshape(-1, tensor.shape[-1]), module.config, kind))
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
 
-def short_name(name: str, kind: str) -> str:
-    """`layers.0.gate_up` -> `layers.0/fc1/input`."""
+def _short_name(name: str) -> str:
+    """`layers.0.gate_up` -> `layers.0/fc1`."""
     block, linear = name.rsplit(".", 1)
-    return f"{block}/{_LINEARS[linear]}/{kind}"
+    return f"{block}/{_LINEARS[linear]}"
 
 
-def quantisation_sums(tensor: Tensor, config: Any, kind: str) -> Tensor:
-    """The sums that `TensorHealth.from_sums` takes, FP64 `[6]`, of `[rows, columns]` cast by torchao for its first
-    GEMM, with the layer's `Float8LinearConfig`."""
+def quantise(tensor: Tensor, config: Any, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """FP32 numbers, those that are left of them, and which of these are the format's largest.
+
+    `[rows, columns]` cast by torchao for its first GEMM, with the layer's `Float8LinearConfig`.
+    """
     from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 
     cast = getattr(config, _CASTS[kind])
@@ -76,15 +78,5 @@ def quantisation_sums(tensor: Tensor, config: Any, kind: str) -> Tensor:
         axiswise_dim=get_maybe_axiswise_dim(_SUMMED, cast.scaling_granularity),
         round_scales_to_power_of_2=config.round_scales_to_power_of_2,
     )
-    quantised = result.to_original_precision()
-    nonzero = x != 0
     at_limit = result._data.float().abs() == torch.finfo(cast.target_dtype).max
-    sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=x.device)
-    sums[0] = x.numel()
-    sums[1] = nonzero.sum()
-    # The scale is rounded, so the largest element itself may come back a little smaller.
-    sums[2] = (at_limit & (x.abs() > quantised.abs() * (1 + 2.0**-16))).sum()
-    sums[3] = (nonzero & (quantised == 0)).sum()
-    sums[4] = torch.linalg.vector_norm(quantised - x, dtype=torch.float64).square()
-    sums[5] = torch.linalg.vector_norm(x, dtype=torch.float64).square()
-    return sums
+    return x, result.to_original_precision(), at_limit

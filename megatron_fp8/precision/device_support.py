@@ -25,13 +25,19 @@ _AVAILABILITY: dict[Fp8Recipe, Callable[..., tuple[bool, str]]] = {
 }
 
 
+def why_unsupported(recipe: Fp8Recipe) -> str | None:
+    """Why this device does not run the recipe, in Transformer Engine's words; None: it does."""
+    available, reason = _AVAILABILITY[recipe](return_reason=True)
+    return None if available else reason
+
+
 def require_device_support(policy: Fp8Policy) -> None:
     """Raise ConfigError if this device does not run the policy's recipe, naming the nearest one that it does."""
-    available, reason = _AVAILABILITY[policy.recipe](return_reason=True)
-    if available:
+    reason = why_unsupported(policy.recipe)
+    if reason is None:
         return
     major, minor = get_device_compute_capability()
-    others = [recipe for recipe, check in _AVAILABILITY.items() if check(return_reason=True)[0]]
+    others = [recipe for recipe in _AVAILABILITY if why_unsupported(recipe) is None]
     use_instead = f"{_RECIPE}={others[0]}" if others else "precision.mode=bf16"
     why = f"this device has compute capability {major}.{minor}, and Transformer Engine says: {reason}"
     raise ConfigError.from_problems([Problem(_RECIPE, policy.recipe, why, use_instead)])

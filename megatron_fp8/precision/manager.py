@@ -20,7 +20,7 @@ from megatron_fp8.precision.policy import PrecisionPolicy
 from megatron_fp8.precision.scaling import DelayedScales
 from megatron_fp8.precision.state import ScaleUnits, ScalingState, capture, restore, scaling_states
 from megatron_fp8.precision.te_modules import init_fp8_modules
-from megatron_fp8.precision.te_recipe import te_format, te_recipe
+from megatron_fp8.precision.te_recipe import largest_number, te_recipe
 
 
 class PrecisionManager:
@@ -129,9 +129,9 @@ class PrecisionManager:
 
     @property
     def _units(self) -> ScaleUnits:
-        assert self.policy.fp8 is not None
-        maxima = te_format(self.policy.fp8).value
-        return ScaleUnits(float(maxima.max_fwd), float(maxima.max_bwd), self.policy.fp8.margin)
+        fp8 = self.policy.fp8
+        assert fp8 is not None
+        return ScaleUnits(largest_number(fp8, "input"), largest_number(fp8, "grad_output"), fp8.margin)
 
     @contextmanager
     def training_step(self) -> Iterator[None]:

@@ -22,10 +22,9 @@ from transformer_engine.pytorch.tensor import (
     MXFP8TensorStorage,
 )
 
-from megatron_fp8.precision.operands import Operand
+from megatron_fp8.precision.operands import Operand, by_quantizer
 from megatron_fp8.precision.policy import Fp8Policy
-from megatron_fp8.precision.tap import in_recomputation
-from megatron_fp8.precision.te_recipe import te_format
+from megatron_fp8.precision.te_recipe import largest_number
 
 _MXFP8_BLOCK, _MXFP8_BIAS = 32, 127
 
@@ -51,12 +50,6 @@ class OperandScale:
         return values
 
 
-def largest_number(operand: Operand, policy: Fp8Policy) -> float:
-    """The largest finite number of the operand's format."""
-    maxima = te_format(policy).value
-    return float(maxima.max_bwd if operand.kind == "grad_output" else maxima.max_fwd)
-
-
 def delayed_scales(
     operands: Sequence[Operand], policy: Fp8Policy, group: ProcessGroup | None
 ) -> dict[str, OperandScale]:
@@ -68,7 +61,7 @@ def delayed_scales(
     rows = []
     for operand in operands:
         state, slot = operand.module.fp8_meta[operand.direction], operand.slot
-        scale, history, limit = state.scale[slot], state.amax_history[:, slot], largest_number(operand, policy)
+        scale, history, limit = state.scale[slot], state.amax_history[:, slot], largest_number(policy, operand.kind)
         if len(history) > 1:
             newest, highest = history[-1], history.max()
         else:
@@ -86,7 +79,7 @@ class ScaleWatcher:
 
     def __init__(self, operands: Sequence[Operand], policy: Fp8Policy) -> None:
         self._operands = operands
-        self._of_quantizer = {id(quantizer): operand for operand in operands for quantizer in operand.quantizers}
+        self._of_quantizer = by_quantizer(operands)
         self._policy = policy
         self._inverse: dict[str, Tensor] = {}
         self._limits: dict[str, float] = {}
@@ -99,9 +92,8 @@ class ScaleWatcher:
     ) -> None:
         """See `tap.Watcher`."""
         operand = self._of_quantizer.get(id(quantizer))
-        if operand is None or (operand.kind != "grad_output" and in_recomputation()):
-            return
-        self._take(operand, result)
+        if operand is not None and not operand.is_recomputed:
+            self._take(operand, result)
 
     def multiplied(self, a: Any, transpose_a: bool, b: Any, transpose_b: bool) -> None:
         """See `tap.Watcher`."""
@@ -130,7 +122,7 @@ class ScaleWatcher:
         if inverse is not None:
             before = self._inverse.get(operand.name)
             self._inverse[operand.name] = inverse if before is None else torch.maximum(before, inverse)
-            self._limits[operand.name] = largest_number(operand, self._policy)
+            self._limits[operand.name] = largest_number(self._policy, operand.kind)
 
 
 def seed_delayed_scales(operands: Sequence[Operand], amaxes: Mapping[str, float], policy: Fp8Policy) -> None:
@@ -144,7 +136,7 @@ def seed_delayed_scales(operands: Sequence[Operand], amaxes: Mapping[str, float]
         if not 0 < amax < float("inf"):
             continue
         state = operand.module.fp8_meta[operand.direction]
-        scale = largest_number(operand, policy) / amax / 2.0**policy.margin
+        scale = largest_number(policy, operand.kind) / amax / 2.0**policy.margin
         state.scale[operand.slot] = min(scale, largest_scale)
         if len(state.amax_history) > 1:
             state.amax_history[-1, operand.slot] = amax

@@ -5,11 +5,12 @@ with the layer's number in the whole model; `LayerNormMLP` holds two linear laye
 Must not know number formats or what is measured.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
+from transformer_engine.pytorch.distributed import in_fp8_activation_recompute_phase
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantized_tensor import Quantizer
 from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
@@ -60,6 +61,11 @@ class Operand:
                 yield quantizer
 
     @property
+    def is_recomputed(self) -> bool:
+        """Whether it is read a second time now, by a forward pass that makes activations again."""
+        return self.kind != "grad_output" and in_fp8_activation_recompute_phase()
+
+    @property
     def weight_name(self) -> str | None:
         """The attribute that holds the linear layer's weight; None where it is several parameters."""
         names = getattr(self.module, "weight_names", None)
@@ -77,6 +83,11 @@ def operands(layers: Mapping[int, nn.Module]) -> Iterator[Operand]:
                 linear = f"{name}.fc{gemm + 1}" if count > 1 else name
                 for kind, direction, first, stride in _SLOTS:
                     yield Operand(number, linear, kind, module, gemm, direction, gemm * stride + first)
+
+
+def by_quantizer(found: Iterable[Operand]) -> dict[int, Operand]:
+    """The operands by the identities of what quantises them at present."""
+    return {id(quantizer): operand for operand in found for quantizer in operand.quantizers}
 
 
 def layer_number(name: str) -> int:

@@ -9,7 +9,7 @@ ever. Must not know optimizers or what is done about it. Imports no torch.
 from megatron_fp8.precision.policy import LossScaling
 
 # Some batches in a row may overflow in a run that recovers; as many as this do not.
-MOST_OVERFLOWS_IN_A_ROW = 10
+_MOST_OVERFLOWS_IN_A_ROW = 10
 
 
 class OverflowWatch:
@@ -27,7 +27,7 @@ class OverflowWatch:
         """Count a skipped step; `loss_scale` is the scale after it. Returns what is wrong and what to do, or None."""
         falls = self._scaling.constant is None and loss_scale > self._scaling.minimum
         self._in_a_row = 0 if falls else self._in_a_row + 1
-        if self._in_a_row < MOST_OVERFLOWS_IN_A_ROW:
+        if self._in_a_row < _MOST_OVERFLOWS_IN_A_ROW:
             return None
         return (
             f"gradients were not finite in {self._in_a_row} steps in a row, under a loss scale of {loss_scale:g} that "

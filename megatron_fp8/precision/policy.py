@@ -3,7 +3,6 @@
 The number formats of a whole run follow from it; whoever needs one asks here and not the config.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,7 +133,7 @@ def _fp8_policy(config: PrecisionConfig, num_layers: int) -> Fp8Policy:
         interval=config.fp8_interval,
         amax_history_len=config.fp8_amax_history_len,
         amax_compute_algo=config.fp8_amax_compute_algo,
-        override=_gemm_override(config.override_linear_precision),
+        override=GemmOverride(*config.override_linear_precision),
         evaluate=config.fp8_eval,
         param_gather=config.fp8_param_gather,
         bf16_layers=layers_in_bf16(config, num_layers),
@@ -152,11 +151,6 @@ def _health_policy(config: PrecisionConfig) -> HealthPolicy:
         max_flushed=config.fp8_fallback_max_flushed,
         max_error=config.fp8_fallback_max_error,
     )
-
-
-def _gemm_override(flags: Sequence[bool]) -> GemmOverride:
-    fprop, dgrad, wgrad = flags
-    return GemmOverride(fprop, dgrad, wgrad)
 
 
 def _loss_scaling(config: PrecisionConfig) -> LossScaling:

@@ -21,14 +21,13 @@ from transformer_engine.pytorch.tensor import (
     MXFP8TensorStorage,
 )
 
-from megatron_fp8.precision.operands import Kind, Operand, operands
-from megatron_fp8.precision.tap import in_recomputation, tap
-from megatron_fp8.precision.tensor_health import NUM_SUMS, TensorHealth
+from megatron_fp8.precision.operands import Kind, Operand, by_quantizer, operands
+from megatron_fp8.precision.quantisation_sums import quantisation_sums
+from megatron_fp8.precision.tap import tap
+from megatron_fp8.precision.tensor_health import TensorHealth
 
 # Bits of the largest finite number, without the sign.
 _LARGEST = {DType.kFloat8E4M3: 0x7E, DType.kFloat8E5M2: 0x7B}
-# Rounding of scales: an amax quantised with the scale made from it may come back this much smaller.
-_SLACK = 1 + 2.0**-16
 
 
 class TensorProbe:
@@ -98,7 +97,7 @@ class TensorProbe:
             # TE makes quantizers anew when a layer returns to FP8.
             self._find_quantizers()
             operand = self._of_quantizer.get(id(quantizer))
-        if operand is not None and not self._counted(operand):
+        if operand is not None and not operand.is_recomputed:
             self._add(operand, source(), result, quantizer)
 
     def multiplied(self, a: Any, transpose_a: bool, b: Any, transpose_b: bool) -> None:
@@ -117,7 +116,7 @@ class TensorProbe:
             self._try(found["weight"], a)
 
     def _try(self, operand: Operand, tensor: Tensor) -> None:
-        if self._counted(operand):
+        if operand.is_recomputed:
             return
         assert self._shadow is not None
         quantizer = self._shadow(operand.kind)
@@ -131,10 +130,7 @@ class TensorProbe:
         self._shadow_amax[operand.name] = amax if before is None else torch.maximum(before, amax)
 
     def _find_quantizers(self) -> None:
-        self._of_quantizer = {id(quantizer): operand for operand in self._operands for quantizer in operand.quantizers}
-
-    def _counted(self, operand: Operand) -> bool:
-        return operand.kind != "grad_output" and in_recomputation()
+        self._of_quantizer = by_quantizer(self._operands)
 
     def _add(self, operand: Operand, source: Tensor, result: Any, quantizer: Quantizer) -> None:
         if getattr(result, "_with_gemm_swizzled_scales", False):
@@ -144,26 +140,10 @@ class TensorProbe:
             self._trying = True
             result = plain.quantize(source.detach())
             self._trying = False
-        sums = quantisation_sums(source, result)
+        at_limit = (_bytes(result).reshape(-1) & 0x7F) == _LARGEST[DType.cast(result._fp8_dtype)]
+        sums = quantisation_sums(source.detach().float().reshape(-1), _numbers(result).reshape(-1), at_limit)
         before = self._sums.get(operand.name)
         self._sums[operand.name] = sums if before is None else before.add_(sums)
-
-
-def quantisation_sums(source: Tensor, result: Any) -> Tensor:
-    """The sums that `TensorHealth.from_sums` takes, FP64 `[6]` on the device, of a tensor and its quantised form."""
-    x = source.detach().float().reshape(-1)
-    quantised = _numbers(result).reshape(-1)
-    sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=x.device)
-    nonzero = x != 0
-    at_limit = (_bytes(result).reshape(-1) & 0x7F) == _LARGEST[DType.cast(result._fp8_dtype)]
-    sums[0] = x.numel()
-    sums[1] = nonzero.sum()
-    sums[2] = (at_limit & (x.abs() > quantised.abs() * _SLACK)).sum()
-    sums[3] = (nonzero & (quantised == 0)).sum()
-    # In FP64: squares of small gradients are below FP32's numbers.
-    sums[4] = torch.linalg.vector_norm(quantised.sub_(x), dtype=torch.float64).square()
-    sums[5] = torch.linalg.vector_norm(x, dtype=torch.float64).square()
-    return sums
 
 
 def _numbers(result: Any) -> Tensor:

@@ -39,7 +39,7 @@ class DelayedScales:
             for amax in running_amaxes:
                 amax.zero_()
             return
-        forget_non_finite(running_amaxes)
+        _forget_non_finite(running_amaxes)
         self.num_updates += 1
         FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
         FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
@@ -51,7 +51,7 @@ class DelayedScales:
         return _default_sf_compute(amax, scale, fp8_max, recipe.margin)
 
 
-def forget_non_finite(amaxes: Sequence[Tensor]) -> None:
+def _forget_non_finite(amaxes: Sequence[Tensor]) -> None:
     """Set NaN and infinite entries to 0, in place."""
     if not amaxes:
         return

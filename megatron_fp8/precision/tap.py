@@ -13,7 +13,6 @@ import torch
 import transformer_engine_torch as tex
 from torch import Tensor
 from transformer_engine.pytorch import cpp_extensions
-from transformer_engine.pytorch.distributed import in_fp8_activation_recompute_phase
 from transformer_engine.pytorch.quantized_tensor import Quantizer
 
 _ACTIVATIONS = (
@@ -54,11 +53,6 @@ def tap(watcher: Watcher) -> Iterator[None]:
     finally:
         for (module, name), function in zip(places, real, strict=True):
             setattr(module, name, function)
-
-
-def in_recomputation() -> bool:
-    """Whether a forward pass runs a second time, to make activations for the backward pass again."""
-    return in_fp8_activation_recompute_phase()
 
 
 def _watch_quantisation(watcher: Watcher, name: str, real: Callable[..., Any]) -> Callable[..., Any]:

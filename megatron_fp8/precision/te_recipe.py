@@ -8,6 +8,7 @@ dgrad, columns in wgrad), so an override is a quantizer whose one direction is t
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
@@ -35,34 +36,35 @@ _TE_FORMATS = {"hybrid": Format.HYBRID, "e4m3": Format.E4M3}
 _GEMMS_OF_OPERAND = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
 
 
-def te_format(policy: Fp8Policy) -> Format:
-    """Transformer Engine's name for the policy's formats; its value holds their largest numbers."""
-    return _TE_FORMATS[policy.fp8_format]
+def largest_number(policy: Fp8Policy, tensor_type: str) -> float:
+    """The largest finite number of an operand's format; `tensor_type`: input, weight or grad_output."""
+    maxima = _TE_FORMATS[policy.fp8_format].value
+    return float(maxima.max_bwd if tensor_type == "grad_output" else maxima.max_fwd)
 
 
 def te_recipe(
     policy: Fp8Policy, reduce_amax: bool, device: torch.device, compute_scale: ScaleFunction | None = None
 ) -> Recipe:
     """Transformer Engine's recipe for the policy; `compute_scale` replaces delayed scaling's formula."""
-    fp8_format = te_format(policy)
+    fp8_format = _TE_FORMATS[policy.fp8_format]
+    delayed: dict[str, Any] = {
+        "margin": policy.margin,
+        "fp8_format": fp8_format,
+        "amax_history_len": policy.amax_history_len,
+        "amax_compute_algo": policy.amax_compute_algo,
+        "scaling_factor_compute_algo": compute_scale,
+        "reduce_amax": reduce_amax,
+    }
     if policy.override:
-        return CustomRecipe(
-            qfactory=_overriding_factory(policy, reduce_amax, device, compute_scale), fp8_format=fp8_format
-        )
+        request = DelayedScalingRequest(**delayed) if policy.recipe == "delayed" else None
+        return CustomRecipe(qfactory=_overriding_factory(policy, device, request), fp8_format=fp8_format)
     if policy.recipe == "tensorwise":
         return Float8CurrentScaling(fp8_format=fp8_format)
     if policy.recipe == "blockwise":
         return Float8BlockScaling(fp8_format=fp8_format)
     if policy.recipe == "mxfp8":
         return MXFP8BlockScaling(fp8_format=fp8_format)
-    return DelayedScaling(
-        margin=policy.margin,
-        fp8_format=fp8_format,
-        amax_history_len=policy.amax_history_len,
-        amax_compute_algo=policy.amax_compute_algo,
-        scaling_factor_compute_algo=compute_scale,
-        reduce_amax=reduce_amax,
-    )
+    return DelayedScaling(**delayed)
 
 
 def override_quantizers(module: TransformerEngineBaseModule, override: GemmOverride) -> None:
@@ -78,20 +80,12 @@ def override_quantizers(module: TransformerEngineBaseModule, override: GemmOverr
 
 
 def _overriding_factory(
-    policy: Fp8Policy, reduce_amax: bool, device: torch.device, compute_scale: ScaleFunction | None
+    policy: Fp8Policy, device: torch.device, delayed: DelayedScalingRequest | None
 ) -> Callable[[QuantizerRole | None], Quantizer | QuantizerRequest]:
-    """What a `CustomRecipe` calls for each operand of each linear layer."""
-    delayed = DelayedScalingRequest(
-        fp8_format=te_format(policy),
-        margin=policy.margin,
-        amax_history_len=policy.amax_history_len,
-        amax_compute_algo=policy.amax_compute_algo,
-        scaling_factor_compute_algo=compute_scale,
-        reduce_amax=reduce_amax,
-    )
+    """What a `CustomRecipe` calls for each operand of each linear layer; `delayed`: the answer with that recipe."""
 
     def factory(role: QuantizerRole | None) -> Quantizer | QuantizerRequest:
-        if policy.recipe == "delayed":
+        if delayed is not None:
             return delayed
         tensor_type = role.tensor_type if role is not None else ""
         return _overriding(_quantizer(policy, tensor_type, device), tensor_type, policy.override)
