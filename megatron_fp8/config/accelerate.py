@@ -30,6 +30,10 @@ _RECIPE_KEYS = {
     "override_linear_precision": "override_linear_precision",
 }
 _BACKEND, _MXFP8 = "backend", "use_mxfp8_block_scaling"
+_RECIPE_OF_SWITCH = {
+    **dict.fromkeys(("true", "yes", "on", "1"), "mxfp8"),
+    **dict.fromkeys(("false", "no", "off", "0"), "delayed"),
+}
 _OTHER_BACKENDS = {
     "enable_fsdp_float8_all_gather": ("AO", "precision.fp8_param_gather=true gathers weights as FP8 bytes"),
     "pad_inner_dim": ("AO", "sizes that FP8 accepts: --check names them"),
@@ -97,10 +101,10 @@ def read_accelerate(path: str, origin: str) -> Source:
 
 
 def _mixed_precision(written: Written, found: Source) -> None:
-    mode = _MODES.get(written.text.strip("'\"").lower() if not _is_empty(written) else "no")
+    mode = _MODES.get(_plain(written) if not _is_empty(written) else "no")
     if mode is None:
         reason = "not one of Accelerate's values"
-        found.problems.append(Problem("mixed_precision", written.text, reason, _choices(_MODES), written.origin))
+        found.problems.append(Problem("mixed_precision", written.text, reason, " or ".join(_MODES), written.origin))
         return
     found.values["precision.mode"] = _as_written(mode, written.origin)
 
@@ -108,7 +112,7 @@ def _mixed_precision(written: Written, found: Source) -> None:
 def _top_level(key: str, written: Written) -> Iterator[Problem]:
     """The problem of a key outside `fp8_config`, if it is one."""
     name = key.partition(".")[0]
-    if name in _LAUNCH_KEYS or (name == "downcast_bf16" and written.text.strip("'\"").lower() in ("no", "false")):
+    if name in _LAUNCH_KEYS or (name == "downcast_bf16" and _plain(written) in ("no", "false")):
         return
     if name in _TRAINING_KEYS:
         reason = "it changes how Accelerate trains, and is not taken over"
@@ -132,7 +136,7 @@ def _recipe(fp8: dict[str, Written], path: str, is_fp8: bool, found: Source) -> 
         elif (target := _RECIPE_KEYS[name]) in names:
             reason = f"it means the same as fp8_config.{names[target]}, which is there too"
             found.problems.append(Problem(f"fp8_config.{key}", written.text, reason, "one of the two", written.origin))
-        elif name == "format" and written.text.strip("'\"").upper() == "E5M2":
+        elif name == "format" and _plain(written) == "e5m2":
             reason = "E5M2 in the forward pass too: its two mantissa bits are too few to train with, and TE refuses it"
             use = "HYBRID, which has E5M2 in the backward pass"
             found.problems.append(Problem(f"fp8_config.{key}", written.text, reason, use, written.origin))
@@ -150,15 +154,14 @@ def _recipe(fp8: dict[str, Written], path: str, is_fp8: bool, found: Source) -> 
 
 
 def _backend(key: str, written: Written) -> Iterator[Problem]:
-    if written.text.strip("'\"").upper() != "TE":
+    if _plain(written) != "te":
         reason = "FP8 is Transformer Engine's here; torchao's and MS-AMP's FP8 training compute something else"
         yield Problem(f"fp8_config.{key}", written.text, reason, "TE", written.origin)
 
 
 def _block_scaling(key: str, written: Written, found: Source) -> None:
-    text = written.text.strip("'\"").lower()
-    if text in ("true", "yes", "on", "1", "false", "no", "off", "0"):
-        recipe = "mxfp8" if text in ("true", "yes", "on", "1") else "delayed"
+    recipe = _RECIPE_OF_SWITCH.get(_plain(written))
+    if recipe is not None:
         found.values["precision.fp8_recipe"] = _as_written(recipe, written.origin)
         return
     reason = "neither true nor false"
@@ -175,6 +178,10 @@ def _unknown(key: str, name: str, written: Written) -> Iterator[Problem]:
     yield Problem(f"fp8_config.{key}", written.text, reason, use, written.origin)
 
 
+def _plain(written: Written) -> str:
+    return written.text.strip("'\"").lower()
+
+
 def _is_empty(written: Written) -> bool:
     return written.text.lower() in ("", "~", "null", "none", "{}", "[]")
 
@@ -182,10 +189,6 @@ def _is_empty(written: Written) -> bool:
 def _nearest(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return near[0] if near else "the line left out"
-
-
-def _choices(values: Iterable[str]) -> str:
-    return " or ".join(values)
 
 
 def _as_written(text: str, origin: str) -> Written:
