@@ -25,7 +25,8 @@ FORMATS = [
 
 def formats_config(mode: str, formats: tuple[str, ...], parallel: dict[str, Any] | None = None):
     precision = {"mode": mode, "initial_loss_scale": 2.0**11, **dict(zip(KEYS, formats, strict=True))}
-    return small_config(model={"num_layers": 2}, precision=precision, parallel=parallel or {})
+    training = {"global_batch_size": 8}
+    return small_config(model={"num_layers": 2}, precision=precision, parallel=parallel or {}, training=training)
 
 
 def state_formats(parts) -> dict[str, Any]:
