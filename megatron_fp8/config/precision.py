@@ -64,7 +64,7 @@ class PrecisionConfig(Section):
     exp_avg_dtype: MomentFormat = "fp32"
     """Format of Adam's first moment."""
     exp_avg_sq_dtype: MomentFormat = "fp32"
-    """Format of Adam's second moment."""
+    """Format of Adam's second moment. fp8 flushes small ones to zero, and single weights then jump."""
 
     loss_scale: float | None = Field(default=None, ge=_SMALLEST_LOSS_SCALE, le=_LARGEST_LOSS_SCALE)
     """Constant loss scale for fp16; null: dynamic."""
@@ -75,7 +75,7 @@ class PrecisionConfig(Section):
     loss_scale_window: int = Field(default=1000, ge=1)
     """Steps without overflow after which the dynamic loss scale doubles."""
     hysteresis: int = Field(default=2, ge=1)
-    """Overflows that the dynamic loss scale bears before it halves."""
+    """The overflow, counted since the dynamic loss scale last grew, at which it halves, as at every one after it."""
 
     fp8_health_interval: int = Field(default=100, ge=0)
     """Optimizer steps between checks of the FP8 tensors' data (share clipped, share flushed to zero, relative

@@ -282,6 +282,14 @@ def test_pipeline_messages(mode: str) -> None:
         assert sent == {("pp", "send", row.format): row.size * NUM_TOKENS}
 
 
+def test_no_layer_recomputed_is_no_recomputation() -> None:
+    config = config_of("bf16")
+    none = config.model_copy(
+        update={"model": config.model.model_copy(update={"recompute_granularity": "full", "recompute_num_layers": 0})}
+    )
+    assert chart_of(none) == chart_of(config)
+
+
 def test_the_text_has_every_row() -> None:
     rows = chart_of(config_of("delayed", **SP), 2)
     text = format_chart(rows)

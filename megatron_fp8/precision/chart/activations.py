@@ -23,7 +23,7 @@ def activation_rows(config: Config, layout: Layout, formats: Formats) -> Iterato
     hidden = model.hidden_size // shared
     params = formats.params
     size = ELEMENT_BYTES[params]
-    if model.recompute_granularity == "full":
+    if model.recompute_granularity == "full" and model.recompute_num_layers != 0:
         yield ChartRow(SECTION, "recomputed layer's input", params, float(hidden * size), PER)
         if model.recompute_num_layers is None or model.recompute_num_layers >= layout.layers_per_chunk:
             return
