@@ -43,6 +43,11 @@ class CheckpointDirectory:
         """Where the whole checkpoint of an iteration lies."""
         return self.root / f"iter_{iteration:07d}"
 
+    def iteration(self, path: Path) -> int | None:
+        """The iteration that a path's name says; None for a checkpoint under another name."""
+        match = _WHOLE.fullmatch(path.name)
+        return int(match.group(1)) if match else None
+
     def begin(self, iteration: int) -> Path:
         """An empty directory to write the checkpoint of an iteration into; called by one rank, before the others write.
 
@@ -70,6 +75,9 @@ class CheckpointDirectory:
         sync(incomplete)
         if path.exists():
             # Out of the way under a name that nobody loads; the tracker must not name it meanwhile.
+            older = self.newest_whole(before=manifest.iteration, contents=False)
+            if older is not None:
+                write_whole(self.root / TRACKER, f"{older}\n")
             old = self.root / f".{path.name}.replaced"
             shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
@@ -85,8 +93,8 @@ class CheckpointDirectory:
         """Iterations that have a checkpoint, whole or damaged later, oldest first."""
         if not self.root.is_dir():
             return []
-        found = (_WHOLE.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir())
-        return sorted(int(match.group(1)) for match in found if match)
+        found = (self.iteration(path) for path in self.root.iterdir() if path.is_dir())
+        return sorted(iteration for iteration in found if iteration is not None)
 
     def latest(self) -> int | None:
         """The iteration that the tracker names; None without a tracker. CheckpointError for a tracker that is wrong."""

@@ -19,6 +19,8 @@ MANIFEST = "manifest.json"
 # Each rank writes the sums of its own files beside them; the commit gathers them into the manifest.
 _SUMS_PREFIX = ".sums-"
 _BLOCK_BYTES = 1 << 22
+# The manifest's sum of itself, as a person would not notice a digit that changed.
+_OWN_SUM = "sha256"
 
 
 class CheckpointError(Exception):
@@ -87,7 +89,8 @@ def remove_sums(directory: Path) -> None:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest whole or not at all."""
-    write_whole(directory / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
+    values = asdict(manifest)
+    write_whole(directory / MANIFEST, json.dumps({**values, _OWN_SUM: _sum_of(values)}, indent=1) + "\n")
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -95,6 +98,8 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if values.pop(_OWN_SUM) != _sum_of(values):
+            raise ValueError("it is not what was written: its SHA-256 differs")
         files = {name: FileSum(**value) for name, value in values.pop("files").items()}
         manifest = Manifest(**values, files=files)
     except FileNotFoundError:
@@ -107,6 +112,10 @@ def read_manifest(directory: Path) -> Manifest:
             "use the version that wrote it"
         )
     return manifest
+
+
+def _sum_of(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def damage(directory: Path, contents: bool = True, share: tuple[int, int] = (0, 1)) -> Iterator[str]:

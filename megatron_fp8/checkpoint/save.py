@@ -5,9 +5,12 @@ have ended, which `poll` looks at between steps, rank 0 commits. A write that fa
 the checkpoint before it stays the latest. Must not know when to save.
 """
 
+import queue
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.live import LiveState
@@ -72,7 +77,7 @@ class CheckpointWriter:
                 # What every rank writes follows from the layout, which tests check; this would gather it all each time.
                 validate_access_integrity=False,
             )
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch's own writer of files raises the latter
             raise CheckpointError(f"{path} cannot be written: {error}") from error
         assert request is not None
         self._queue.schedule_async_request(_with_sums(request, path))
@@ -94,10 +99,10 @@ class CheckpointWriter:
         try:
             if not self._queue.maybe_finalize_async_calls(blocking):
                 return None
-        except (CheckpointingException, RuntimeError, OSError) as error:
+        except (CheckpointException, CheckpointingException, RuntimeError, OSError) as error:
             self._pending = None
             raise CheckpointError(
-                f"the checkpoint of iteration {pending.manifest.iteration} could not be written: {error}. "
+                f"the checkpoint of iteration {pending.manifest.iteration} could not be written: {_reason(error)}. "
                 f"The latest whole one is that of iteration {self._directory.latest()}"
             ) from error
         self._pending = None
@@ -128,12 +133,53 @@ class _Pending:
 
 
 def _with_sums(request: AsyncRequest, path: Path) -> AsyncRequest:
-    """The request whose process sums this rank's files too, when they are written."""
-    write, rank = request.async_fn, torch.distributed.get_rank()
+    """The request whose process sums this rank's files too, when they are written.
 
-    def write_and_sum(*arguments: Any, **keywords: Any) -> None:
-        if write is not None:
-            write(*arguments, **keywords)
-        write_sums(path, rank, sorted(file.name for file in path.glob(f"__{rank}_*.distcp")))
+    Threads write, where Megatron's process would start further ones: of those, one that is killed is waited for without
+    end.
+    """
+    rank = torch.distributed.get_rank()
+
+    def write_and_sum(_: int = rank, buckets: Sequence[Any] = (), mailbox: Any = None) -> None:
+        assert request.async_fn is None or isinstance(request.async_fn, partial)
+        transforms = request.async_fn.args[0] if request.async_fn is not None else []
+        try:
+            with ThreadPoolExecutor(max(1, len(buckets))) as pool:
+                results: Any = dict(pool.map(partial(_write_bucket, transforms), range(len(buckets)), buckets))
+            write_sums(path, rank, sorted(file.name for file in path.glob(f"__{rank}_*.distcp")))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the rank raises it
+            results = error
+        if mailbox is not None:
+            mailbox.put(results)
 
     return request._replace(async_fn=write_and_sum)
+
+
+def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> tuple[int, list[Any]]:
+    """Write one file by Megatron's means; what it holds where. Raises what went wrong."""
+    results: queue.Queue[Any] = queue.Queue()
+    counts: queue.Queue[int] = queue.Queue()
+    counts.put(number)
+    FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, results, counts, use_fsync=True)
+    _, written = results.get_nowait()
+    if isinstance(written, Exception):
+        raise _system_error(written)
+    return number, written
+
+
+def _system_error(error: Exception) -> Exception:
+    """What the system said, which torch covers with a complaint about positions in the file."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, OSError):
+            return chain
+        chain = chain.__cause__ or chain.__context__
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in a line. torch tells rank 0 alone."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    failures = [f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()]
+    return "; ".join(failures) or "a rank failed, and rank 0 says why"

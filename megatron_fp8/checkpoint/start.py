@@ -106,7 +106,7 @@ def _pick(directory: CheckpointDirectory, step: int | None, key: str, value: str
 def _require_whole(checkpoint: Path, key: str, value: str, directory: CheckpointDirectory | None) -> None:
     problems = list(damage(checkpoint, contents=False))
     if problems:
-        before = int(checkpoint.name.split("_")[1]) if directory is not None else None
+        before = directory.iteration(checkpoint) if directory is not None else None
         use = "another checkpoint" if directory is None else _other_choice(directory, before)
         raise _mistake(key, value, f"the checkpoint is damaged: {'; '.join(problems)}", use)
 

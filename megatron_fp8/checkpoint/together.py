@@ -40,8 +40,9 @@ def whole_start(start: Start) -> tuple[Start, list[str]]:
         if not problems:
             break
         found = f"the checkpoint is damaged: {'; '.join(problems)}"
-        iteration = int(start.checkpoint.name.split("_")[1])
-        older = CheckpointDirectory(start.checkpoint.parent).newest_whole(before=iteration, contents=False)
+        directory = CheckpointDirectory(start.checkpoint.parent)
+        iteration = directory.iteration(start.checkpoint)
+        older = directory.newest_whole(before=iteration, contents=False) if iteration is not None else None
         if not start.may_fall_back:
             use = f"checkpoint.ckpt_step={older}, or --resume=auto" if older is not None else "another checkpoint"
             raise BadInputError(f"{found}\n    use: {use}")

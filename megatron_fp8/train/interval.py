@@ -6,7 +6,7 @@ Must not know what is recorded.
 import torch
 from torch import Tensor
 
-from megatron_fp8.train.step import LossSum, StepResult
+from megatron_fp8.train.step import StepResult
 
 
 class IntervalLoss:
@@ -24,10 +24,14 @@ class IntervalLoss:
 
     def take(self) -> float | None:
         """Mean loss per token over all ranks since the last call, None without a step; collective over all ranks."""
-        counted = int(self._sums[2]) > 0
-        loss = LossSum(self._sums[:2].clone()).reduced_mean() if counted else None
+        # Of a resumed interval one rank knows all earlier steps: whether there were any is asked of all ranks.
+        total = self._sums.clone()
+        torch.distributed.all_reduce(total)
         self._sums.zero_()
-        return loss
+        loss_sum, num_tokens, num_steps = total.tolist()
+        if num_steps == 0:
+            return None
+        return loss_sum / num_tokens if num_tokens > 0 else float("nan")
 
     def state(self) -> Tensor:
         """This rank's sums, FP64 `[3]`; the ranks' sums belong together."""
