@@ -115,6 +115,7 @@ def test_masters_equal_an_independent_adamw(mode: str, distributed: bool) -> Non
         model={"num_layers": 2},
         precision={"mode": mode, "initial_loss_scale": 2.0**11},
         parallel={"use_distributed_optimizer": distributed},
+        training={"global_batch_size": 4},
         optimizer={
             "lr": LR,
             "min_lr": LR,

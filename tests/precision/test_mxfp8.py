@@ -82,7 +82,8 @@ def losses(mode: str, tp: int = 1, pp: int = 1) -> list[float]:
         "pipeline_model_parallel_size": pp,
         "sequence_parallel": tp > 1,
     }
-    config = small_config(precision=precision, parallel=parallel, model={"seq_length": 64})
+    training = {"global_batch_size": 8}
+    config = small_config(precision=precision, parallel=parallel, model={"seq_length": 64}, training=training)
     return [step.loss for step in run_small(config, 5).steps]
 
 
