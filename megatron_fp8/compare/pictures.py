@@ -72,8 +72,8 @@ def draw_sqnr(comparison: Comparison, path: Path) -> None:
                     colour = "black" if value > middle else "white"
                     axis.text(x, y, f"{value:.1f}", ha="center", va="center", color=colour, fontsize=8)
         axis.set_yticks(range(len(modes)), modes)
-        kinds = [kind.replace("grad_output", "grad") for _ in LINEARS for kind in KINDS]
-        axis.set_xticks(range(len(OPERANDS)), [f"{kind}" for kind in kinds], fontsize=8)
+        kinds = [kind.replace("grad_output", "grad") for kind in KINDS]
+        axis.set_xticks(range(len(OPERANDS)), kinds * len(LINEARS), fontsize=8)
         for number, linear in enumerate(LINEARS):
             axis.text(number * len(KINDS) + 1, -0.65, linear, ha="center", va="bottom", fontweight="bold")
             if number:

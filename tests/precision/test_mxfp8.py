@@ -99,7 +99,8 @@ def test_training_follows_bf16(one_rank: list[float]) -> None:
     assert one_rank != bf16
 
 
-@pytest.mark.parametrize(("tp", "pp", "world_size"), [(2, 1, 4), (1, 2, 2)])
+# On four ranks test_modes.py compares MXFP8 too, less closely.
+@pytest.mark.parametrize(("tp", "pp", "world_size"), [pytest.param(2, 1, 4, marks=pytest.mark.slow), (1, 2, 2)])
 def test_layouts_agree(tp: int, pp: int, world_size: int, one_rank: list[float]) -> None:
     ranks = run_on_ranks(world_size, losses, "fp8", tp, pp)
     assert all(rank == ranks[0] for rank in ranks)
