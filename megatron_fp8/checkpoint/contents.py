@@ -18,7 +18,7 @@ from megatron_fp8.checkpoint.placement import Placement
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.model.build import global_parameters
 from megatron_fp8.model.sharding import parameter_sharding
-from megatron_fp8.optim.state import NAMES, StatePart, state_parts
+from megatron_fp8.optim.state import StatePart, state_parts
 from megatron_fp8.parallel.groups import ParallelGroups
 
 
@@ -63,11 +63,14 @@ def model_places(
 
 
 def optimizer_tensors(
-    optimizer: MegatronOptimizer, places: ModelPlaces, names: Sequence[str] = NAMES
+    optimizer: MegatronOptimizer, places: ModelPlaces, names: Sequence[str] | None = None
 ) -> Iterator[tuple[StatePart, str, Tensor, list[ShardedTensor]]]:
-    """(part, state name, flat FP32 values, their boxes as views) of all that this rank keeps of the optimizer."""
+    """(part, state name, flat values, their boxes as views) of all that this rank keeps of the optimizer.
+
+    `names`: of the states; None: those that are needed to go on exactly.
+    """
     for part in state_parts(optimizer):
-        for name in names:
+        for name in part.names if names is None else names:
             values = part.read(name)
             yield part, name, values, list(_boxes(f"{name}.{places.names[part.parameter]}", part, values, places))
 

@@ -4,7 +4,7 @@ Loading restores the masters, moments, step, loss scale, schedule, FP8 scaling s
 weights follow from the masters. Must not know directories or when to save.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,17 @@ from megatron_fp8.checkpoint.streams import read_streams, stream_owner, write_st
 from megatron_fp8.optim.state import (
     MASTER,
     NAMES,
+    WEIGHT,
     allocate_state,
     masters_to_parameters,
     read_scalars,
+    state_parts,
     write_scalars,
 )
 from megatron_fp8.precision.manager import PrecisionManager
 
 _PRECISION, _STREAM = "precision.", "rng."
+_SCALES = "state_scales"
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class LiveState:
             replica = 0 if "@" in name else in_stage if name.startswith("layers.") else groups.rank
             boxes[_PRECISION + name] = whole_tensor(_PRECISION + name, tensor, replica)
         streams = {f"{_STREAM}{name}": state for name, state in read_streams(self.device).items()}
-        for name, tensor in {**streams, **own}.items():
+        for name, tensor in {**streams, **own, **self._state_scales()}.items():
             key = f"{name}@{stream_owner(groups)}"
             boxes[key] = whole_tensor(key, tensor, 0)
         return boxes
@@ -98,8 +101,10 @@ class LiveState:
         """
         index = read_index(directory)
         allocate_state(self.optimizer)
-        names = (MASTER,) if weights_only else NAMES
-        states = list(optimizer_tensors(self.optimizer, self.places, names))
+        states = list(optimizer_tensors(self.optimizer, self.places, (MASTER,) if weights_only else None))
+        has_weights = any(name == WEIGHT and boxes and boxes[0].key in index for _, name, _, boxes in states)
+        if not has_weights:
+            states = [state for state in states if state[1] != WEIGHT]
         _require_same_model(directory, index, [box for _, _, _, boxes in states for box in boxes])
         weights = [(w, parts, scale) for w, parts, scale in fp8_weight_tensors(self.places) if scale.key in index]
         others = {} if weights_only else self._others(index)
@@ -111,9 +116,11 @@ class LiveState:
                 wanted.update(_by_place([*boxes, scale]))
         # The tensors are filled where they are.
         dist_checkpointing.load(wanted, str(directory), ("torch_dist", 1), validate_access_integrity=False)
+        scales = self._saved_scales(directory)
         fp8_bytes = [(weight, weight._data.clone(), scale.data.clone()) for weight, _, scale in weights]
         for part, name, values, _ in states:
-            part.write(name, values)
+            scaled = not weights_only and part.scale(name) is not None
+            part.write(name, values, next(scales, None) if scaled else None)
         if weights_only:
             masters_to_parameters(self.optimizer, self.chunks)
             return []
@@ -121,9 +128,24 @@ class LiveState:
         self.schedule.num_steps = 0
         self.schedule.step(int(scalars["schedule_steps"]))
         notes = self._restore_others({name: tensor.data for name, tensor in others.items()}, index)
-        masters_to_parameters(self.optimizer, self.chunks)
+        masters_to_parameters(self.optimizer, self.chunks, has_weights)
         self._restore_fp8_weights(fp8_bytes)
         return notes
+
+    def _state_scales(self) -> dict[str, Tensor]:
+        """The scales of this rank's FP16 and FP8 states, one after another; they belong to the layout."""
+        parts = state_parts(self.optimizer)
+        scales = [scale.view(1) for part in parts for name in NAMES if (scale := part.scale(name)) is not None]
+        return {_SCALES: torch.cat(scales)} if scales else {}
+
+    def _saved_scales(self, directory: Path) -> Iterator[Tensor]:
+        """The scales that `_state_scales` gave on the same layout; none on another."""
+        mine = self._state_scales().get(_SCALES)
+        stored = read_index(directory).get(f"{_SCALES}@{stream_owner(self.places.groups)}")
+        if mine is None or stored is None or stored.shape != tuple(mine.shape):
+            return iter(())
+        saved = self.load_own(directory, _SCALES)
+        return iter(()) if saved is None else iter(saved.to(self.device).split(1))
 
     def _restore_fp8_weights(self, saved: Sequence[tuple[Float8Tensor, Tensor, Tensor]]) -> None:
         """Put FP8 weights back as they were; what casting the masters has left in the running amaxes goes."""

@@ -14,9 +14,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor, nn
+from transformer_engine.pytorch import Float8Tensor
 from transformer_engine.pytorch.optimizers import FusedAdam
 
-MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
+MASTER, EXP_AVG, EXP_AVG_SQ, WEIGHT = "master", "exp_avg", "exp_avg_sq", "weight"
 NAMES = (MASTER, EXP_AVG, EXP_AVG_SQ)
 
 
@@ -33,17 +34,52 @@ class StatePart:
     adam: FusedAdam
     main: Tensor
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What must be kept to go on exactly.
+
+        Usually masters and moments. TE makes a weight from the new master before it rounds that to FP16, so that
+        such a master does not say what the weight is.
+        """
+        rounded = self.adam.master_weights and self.adam.master_weight_dtype != torch.float32
+        return (*NAMES, WEIGHT) if rounded else NAMES
+
     def read(self, name: str) -> Tensor:
-        """Flat FP32 values of `master`, `exp_avg` or `exp_avg_sq`; where it is kept in FP32, the very tensor."""
+        """Flat FP32 values of `master`, `exp_avg` or `exp_avg_sq`, or the `weight` in its own dtype.
+
+        Where it is kept so, the very tensor.
+        """
+        if name == WEIGHT:
+            return self.main.detach().view(-1)
         if name == MASTER and not self.adam.master_weights:
             return self.main.detach().view(-1)
         return self.adam.get_unscaled_state(self.main, _te_name(name)).detach().view(-1)
 
-    def write(self, name: str, values: Tensor) -> None:
-        """Put back what `read` gave, changed; scaled states get a new scale."""
+    def write(self, name: str, values: Tensor, scale: Tensor | None = None) -> None:
+        """Put back what `read` gave, changed; scaled states get a new scale, or `scale`, that of the values' origin.
+
+        A new scale differs from the old one in the last bit at times, so an exact copy needs the old one.
+        """
         if values.data_ptr() == self.read(name).data_ptr():
             return
-        self.adam.set_scaled_state(self.main, _te_name(name), values.view(self.main.shape))
+        values = values.view(self.main.shape)
+        # TE changes the values in place where it scales them.
+        self.adam.set_scaled_state(self.main, _te_name(name), values.clone() if scale is not None else values)
+        mine = self.scale(name)
+        if scale is None or mine is None:
+            return
+        mine.copy_(scale.view(mine.shape))
+        state = self.adam.state[self.main][_te_name(name)]
+        state.copy_(values if isinstance(state, Float8Tensor) else values / scale)
+
+    def scale(self, name: str) -> Tensor | None:
+        """The scale of a state in FP16 or FP8, FP32 `[1]`; the very tensor. None for states that have none."""
+        state = self.adam.state[self.main].get(_te_name(name))
+        if isinstance(state, Float8Tensor):
+            return state._quantizer.scale
+        if state is not None and state.dtype == torch.float16:
+            return self.adam._scales[self.main][_te_name(name)]
+        return None
 
 
 def state_parts(optimizer: MegatronOptimizer) -> Iterator[StatePart]:
@@ -98,10 +134,15 @@ def write_scalars(optimizer: MegatronOptimizer, scalars: Mapping[str, float]) ->
 
 
 @torch.no_grad()
-def masters_to_parameters(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> None:
-    """Set the model's parameters from the masters, as every step does; collective over the data-parallel group."""
+def masters_to_parameters(
+    optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], has_weights: bool = False
+) -> None:
+    """Set the model's parameters from the masters, as every step does; collective over the data-parallel group.
+
+    `has_weights`: this rank's parts have their `weight` already, it needs but to be gathered.
+    """
     for part in state_parts(optimizer):
-        if part.adam.master_weights:
+        if part.adam.master_weights and not has_weights:
             # Megatron leaves this to TE's optimizer, which does it in a step only.
             part.main.copy_(part.read(MASTER).view(part.main.shape))
     for inner in inner_optimizers(optimizer):
