@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 from megatron_fp8.bench.plan import MODES, Plan, make_plan
@@ -37,6 +38,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--quick", action="store_true", help="2 layers, a smaller batch, 3 rounds: a look, not a result"
     )
     parser.add_argument("--profile", action="store_true", help="add a table of the largest costs of one step of each")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        metavar="DIRECTORY",
+        help="measure saving and loading a checkpoint on that disk instead, beside torch.save of the same bytes",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there too")
     parser.add_argument(
         "--slow-step-seconds",
@@ -49,12 +56,32 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("rounds", "threads"):
         if getattr(settings, name) < 1:
             parser.error(f"--{name} {getattr(settings, name)}: use at least 1")
+    if settings.checkpoints is not None and not settings.checkpoints.is_dir():
+        parser.error(f"--checkpoints {settings.checkpoints}: there is no such directory; make it first")
     if settings.json is not None and not settings.json.parent.is_dir():
         parser.error(f"--json {settings.json}: there is no directory {settings.json.parent}; make it first")
     if settings.quick:
         settings.rounds = min(settings.rounds, 3)
         settings.overrides = [*(_QUICK_WITH_DP if "dp" in settings.modes else _QUICK), *settings.overrides]
     return settings
+
+
+def run_checkpoints(settings: argparse.Namespace) -> None:
+    """Measure and show what checkpoints cost."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from megatron_fp8.bench.checkpoint_cost import measure_checkpoints
+    from megatron_fp8.bench.report import checkpoint_table
+    from megatron_fp8.config.load import load_config
+
+    config = load_config(settings.config, settings.overrides).config
+    with tempfile.TemporaryDirectory(dir=settings.checkpoints) as directory:
+        cost = measure_checkpoints(config, Path(directory), settings.rounds)
+    Console(width=150).print(checkpoint_table(cost))
+    if settings.json is not None:
+        settings.json.write_text(json.dumps(asdict(cost), indent=2) + "\n", encoding="utf-8")
 
 
 def run(settings: argparse.Namespace, plan: Plan) -> None:
@@ -97,7 +124,10 @@ def main(arguments: list[str] | None = None) -> int:
     from megatron_fp8.config.problem import ConfigError
 
     try:
-        run(settings, plan)
+        if settings.checkpoints is not None:
+            run_checkpoints(settings)
+        else:
+            run(settings, plan)
     except (ConfigError, LayoutError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_fp8.bench.plan import Comparison
-from megatron_fp8.bench.result import SubjectResult, ceiling, ratio
+from megatron_fp8.bench.result import CheckpointCost, SubjectResult, ceiling, ratio
 
 _COST_ROWS = 24
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
@@ -127,6 +127,26 @@ def _ratios(results: Sequence[SubjectResult], comparisons: Sequence[Comparison])
 
 def _is_model(result: SubjectResult) -> bool:
     return result.subject.implementation != "gemm"
+
+
+def checkpoint_table(cost: CheckpointCost) -> Table:
+    """What checkpoints cost, beside `torch.save` of the same bytes."""
+    megabytes = cost.state_bytes / 1e6
+    table = Table(title=f"checkpoint of {megabytes:,.0f} MB of state, one rank")
+    for column in ("", "seconds", "MB/s", "of torch.save"):
+        table.add_column(column, justify="left" if not column else "right")
+    rows = [
+        ("training waits (save in the background)", cost.hold_up, cost.torch_save),
+        ("whole save, checksums and commit included", cost.save, cost.torch_save),
+        ("torch.save, one file", cost.torch_save, cost.torch_save),
+        ("plain write", cost.write, cost.torch_save),
+        ("load", cost.load, cost.torch_load),
+        ("torch.load", cost.torch_load, cost.torch_load),
+    ]
+    for name, seconds, other in rows:
+        table.add_row(name, f"{seconds:.3f}", f"{megabytes / seconds:,.0f}", f"{seconds / other:.2f}")
+    table.caption = f"memory beyond that of training: {cost.extra_bytes / cost.state_bytes:.2f} of the state"
+    return table
 
 
 def _cpu_model() -> str:

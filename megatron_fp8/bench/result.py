@@ -130,3 +130,21 @@ def ceiling(results: Sequence[SubjectResult], subject: Subject) -> float | None:
         and result.subject.num_threads == subject.num_processes * subject.num_threads
     ]
     return max(rates, default=None)
+
+
+@dataclass(frozen=True)
+class CheckpointCost:
+    """Medians over the rounds, in seconds; bytes of the state; memory beyond that before the save, in bytes.
+
+    `hold_up`: how long training waits for a save in the background. `save`, `load`: a whole one. `torch_save`,
+    `torch_load`: the same tensors in one file. `write`: as many bytes, as fast as the disk takes them.
+    """
+
+    state_bytes: int
+    hold_up: float
+    save: float
+    torch_save: float
+    write: float
+    load: float
+    torch_load: float
+    extra_bytes: int

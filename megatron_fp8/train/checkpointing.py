@@ -49,7 +49,7 @@ class Checkpointer:
     ) -> None:
         self._config = config
         self._layout = layout
-        self._live = live
+        self.live = live
         self._health = health
         self._recorder = recorder
         self._directory = CheckpointDirectory(directory) if directory is not None else None
@@ -59,10 +59,10 @@ class Checkpointer:
     def load(self, checkpoint: Path, interval: IntervalLoss, weights_only: bool) -> tuple[Progress, list[str]]:
         """Take over a checkpoint whose files are whole; the progress, and what could not be carried over as it was."""
         manifest = read_manifest(checkpoint)
-        notes = self._live.load(checkpoint, manifest.counters, weights_only)
+        notes = self.live.load(checkpoint, manifest.counters, weights_only)
         if weights_only:
             return Progress(TrainState(), interval, None), notes
-        sums = self._live.load_own(checkpoint, _INTERVAL)
+        sums = self.live.load_own(checkpoint, _INTERVAL)
         if sums is not None:
             interval.restore(sums)
         self._health.load_state_dict(manifest.lists)
@@ -87,7 +87,7 @@ class Checkpointer:
             self._record(self._writer.wait())
 
     def _manifest(self, progress: Progress) -> Manifest:
-        counters: dict[str, float] = {**progress.state.as_counters(), **self._live.scalars()}
+        counters: dict[str, float] = {**progress.state.as_counters(), **self.live.scalars()}
         if progress.first_validation_loss is not None:
             counters["first_validation_loss"] = progress.first_validation_loss
         layout = self._layout
@@ -113,7 +113,7 @@ class Checkpointer:
         removed: list[int] = []
         on_rank_0(
             lambda: removed.extend(directory.prune(settings.keep_last, settings.save_retain_interval)),
-            self._live.device,
+            self.live.device,
         )
         self._recorder.write(
             "checkpoint",

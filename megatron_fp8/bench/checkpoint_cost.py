@@ -1,0 +1,122 @@
+"""Owns the measurement of checkpoints: what a save costs beside `torch.save` of the same bytes, and a load.
+
+One rank. Rounds of all subjects one after another on the same directory, everything brought to the disk (fsync), so
+that the ratios are those of one disk under one load.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import psutil
+import torch
+
+from megatron_fp8.bench.our_run import OurRun
+from megatron_fp8.bench.result import CheckpointCost
+from megatron_fp8.checkpoint.directory import CheckpointDirectory
+from megatron_fp8.checkpoint.live import LiveState
+from megatron_fp8.checkpoint.manifest import Manifest
+from megatron_fp8.checkpoint.save import CheckpointWriter
+from megatron_fp8.config.schema import Config
+
+_POLL_SECONDS = 0.01
+
+
+def measure_checkpoints(config: Config, directory: Path, num_rounds: int) -> CheckpointCost:
+    """Train a step of `config` on this process, then save and load its state `num_rounds` times."""
+    run = OurRun(config)
+    try:
+        run.step()
+        live = run.parts.checkpointer.live
+        subject = _Subject(live, directory)
+        rounds = [subject.round(number) for number in range(num_rounds)]
+    finally:
+        run.close()
+    times = {name: median(round_[name] for round_ in rounds) for name in rounds[0]}
+    extra = int(times.pop("extra_bytes"))
+    return CheckpointCost(state_bytes=subject.num_bytes, extra_bytes=extra, **times)
+
+
+class _Subject:
+    def __init__(self, live: LiveState, directory: Path) -> None:
+        self._live = live
+        self._root = directory
+        self._directory = CheckpointDirectory(directory / "checkpoints")
+        self._writer = CheckpointWriter(self._directory, live)
+        self._tensors = [box.data for box in live.tensors_to_save({}).values()]
+        self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
+
+    def round(self, number: int) -> dict[str, float]:
+        """Every subject once."""
+        plain, raw = self._root / "plain.pt", self._root / "raw"
+        manifest = Manifest(number + 1, "", {}, self._live.scalars(), {})
+        with _PeakMemory() as memory:
+            started = time.perf_counter()
+            self._writer.start(manifest)
+            hold_up = time.perf_counter() - started
+            self._writer.wait()
+            save = time.perf_counter() - started
+        copies = [tensor.clone() for tensor in self._tensors]
+        found = {
+            "hold_up": hold_up,
+            "save": save,
+            "extra_bytes": float(memory.extra_bytes),
+            "torch_save": _seconds(lambda: _write_synced(plain, lambda file: torch.save(copies, file))),
+            "write": _seconds(lambda: _write_synced(raw, lambda file: file.write(bytes(self.num_bytes)))),
+            "load": _seconds(lambda: self._live.load(self._directory.path(number + 1), manifest.counters)),
+            "torch_load": _seconds(lambda: torch.load(plain, weights_only=True)),
+        }
+        self._directory.prune(keep_last=1, retain_interval=None)
+        return found
+
+
+class _PeakMemory:
+    """Most memory of this process and its children beyond what they had before; shared pages count once."""
+
+    def __enter__(self) -> _PeakMemory:
+        self._process = psutil.Process()
+        self._before = self._used()
+        self._peak = self._before
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    @property
+    def extra_bytes(self) -> int:
+        return self._peak - self._before
+
+    def _watch(self) -> None:
+        while not self._done.wait(_POLL_SECONDS):
+            self._peak = max(self._peak, self._used())
+
+    def _used(self) -> int:
+        total = 0
+        for process in [self._process, *self._process.children(recursive=True)]:
+            try:
+                total += process.memory_full_info().pss
+            except psutil.NoSuchProcess:
+                continue
+        return total
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def _write_synced(path: Path, write: Callable[..., object]) -> None:
+    with path.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
