@@ -67,7 +67,7 @@ def config(precision: dict[str, Any], parallel: dict[str, Any] | None = None, lo
     return small_config(
         precision={"mode": "fp8", **precision},
         parallel=parallel or {},
-        training={"global_batch_size": 8},
+        training={"global_batch_size": 4},
         logging={"log_interval": log_interval},
     )
 
