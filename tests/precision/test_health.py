@@ -297,6 +297,26 @@ def test_a_layer_returns_with_scales_of_its_tensors_as_they_are() -> None:
     assert left[0] < scale / 1000
 
 
+def _seeded_with(config: Config, amax: float) -> tuple[float, float]:
+    """Scale and newest amax of an operand that returns with `amax`."""
+    parts = _parts(config, Records())
+    from megatron_fp8.precision.operand_scales import seed_delayed_scales
+    from megatron_fp8.precision.operands import operands
+
+    operand = next(iter(operands(parts.precision.layers)))
+    seed_delayed_scales([operand], {operand.name: amax}, parts.precision.policy.fp8)
+    state = operand.module.fp8_meta[operand.direction]
+    return float(state.scale[operand.slot]), float(state.amax_history[-1, operand.slot])
+
+
+def test_a_tiny_tensor_returns_with_a_finite_scale() -> None:
+    import torch
+
+    ((scale, newest),) = run_on_ranks(1, _seeded_with, config({"fp8_amax_history_len": 2}), 2.0**-130)
+    assert scale == torch.finfo(torch.float32).max
+    assert newest == 2.0**-130
+
+
 def _recomputed(config: Config) -> tuple[list[float], list[int]]:
     parts = _parts(config, Records())
     return _spoilt_steps(parts, 4), parts.health.state_dict()["fallen_back"]
