@@ -20,6 +20,7 @@ def idle_keys(config: Config) -> Iterator[Idle]:
     yield from _precision(config)
     yield from _optimizer(config)
     yield from _model(config)
+    yield from _checkpoint(config)
     if config.training.eval_iters == 0:
         yield ["data.valid_data_path"], "training.eval_iters is 0", "training.eval_iters above 0"
 
@@ -48,9 +49,23 @@ def _fp8(config: Config) -> Iterator[Idle]:
     if not precision.first_last_layers_bf16:
         reason = "precision.first_last_layers_bf16 is false"
         yield _in_precision(*_BF16_LAYERS[1:3]), reason, "precision.first_last_layers_bf16=true"
+    elif precision.num_layers_at_start_in_bf16 == precision.num_layers_at_end_in_bf16 == 0:
+        reason = "it means no layers at the start and none at the end"
+        yield _in_precision(_BF16_LAYERS[0]), reason, "precision.num_layers_at_start_in_bf16 above 0"
     if not precision.fp8_fallback:
         keys = [key for key in config_fields() if key.startswith("precision.fp8_fallback_")]
         yield keys, "precision.fp8_fallback is false", "precision.fp8_fallback=true"
+
+
+def _checkpoint(config: Config) -> Iterator[Idle]:
+    settings = config.checkpoint
+    if not settings.save:
+        names = ("save_interval", "save_retain_interval", "keep_last", "async_save")
+        yield [f"checkpoint.{name}" for name in names], "checkpoint.save is false", "checkpoint.save=true"
+    elif settings.keep_last is None:
+        yield ["checkpoint.save_retain_interval"], "checkpoint.keep_last is null: all stay", "checkpoint.keep_last=N"
+    if settings.load is None:
+        yield ["checkpoint.load_weights_only"], "checkpoint.load is null", "checkpoint.load=PATH"
 
 
 def _optimizer(config: Config) -> Iterator[Idle]:

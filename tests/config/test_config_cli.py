@@ -14,8 +14,8 @@ import pytest
 import yaml
 from config_samples import SMALL, VOCAB_SIZE, write
 
-from megatron_fp8.config.check import DataReport
 from megatron_fp8.checkpoint.start import choose_start
+from megatron_fp8.config.check import DataReport
 from megatron_fp8.config.cli import Command, parse_command_line
 from megatron_fp8.config.fields import config_fields
 from megatron_fp8.config.load import load_config
