@@ -41,7 +41,7 @@ def build_parts(
         policy,
         amax_group(config.precision.amax_reduction, groups),
         device.torch_device,
-        rank_name=f"tp{groups.tp.rank()}.dp{groups.dp.rank()}",
+        rank_name=".".join(f"{n}{g.rank()}of{g.size()}" for n, g in (("tp", groups.tp), ("dp", groups.dp))),
     )
     chunks = build_model(config, layout, vocab_size, groups, precision, device.torch_device)
     optimizer = build_optimizer(config, chunks, precision.policy)

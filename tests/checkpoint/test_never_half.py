@@ -73,8 +73,8 @@ def save_and_be_killed(config, root: Path, iterations: list[int], number: int) -
 @pytest.mark.parametrize("existing", [[1], [1, 2]], ids=["new", "replaced"])
 def test_a_job_killed_at_any_operation_leaves_a_whole_latest_checkpoint(existing: list[int], tmp_path: Path) -> None:
     """`replaced`: there is a checkpoint of the same iteration, as after a resume from an older one."""
-    config = save_config(keep_last=2)
-    (raised,) = run_on_ranks(1, save_on_this_rank, config, tmp_path / "before", existing)
+    config = save_config(keep_last=1)
+    (raised,) = run_on_ranks(1, save_on_this_rank, save_config(), tmp_path / "before", existing)
     assert raised == [""] * len(existing)
     shutil.copytree(tmp_path / "before", tmp_path / "undisturbed")
     (num_operations,) = run_on_ranks(1, save_and_be_killed, config, tmp_path / "undisturbed", [2], 0)

@@ -27,7 +27,11 @@ FILES = ("__0_0.distcp", "__0_1.distcp", ".metadata", "common.pt", "metadata.jso
 
 def make_config(root: Path, **checkpoint: Any) -> Config:
     return checkpoint_config(
-        run={"root": str(root)}, model={"num_layers": 1}, training={"eval_iters": 0}, checkpoint=checkpoint
+        run={"root": str(root)},
+        model={"num_layers": 1},
+        training={"eval_iters": 0},
+        data={"train_data_path": ["tokens"], "tokenizer_model": "tokenizer.json"},
+        checkpoint=checkpoint,
     )
 
 
@@ -49,7 +53,7 @@ def checkpoints(runs: Path) -> CheckpointDirectory:
 
 
 def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
+    path.write_bytes(path.read_bytes()[:-20])
 
 
 def flip_a_bit(path: Path) -> None:

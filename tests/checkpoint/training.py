@@ -213,6 +213,9 @@ def whole_state(parts: Any) -> Iterator[tuple[str, Any]]:
                 if quantised and isinstance(getattr(parameter, inner, None), torch.Tensor):
                     yield f"chunk{index}.{name}.{inner}", getattr(parameter, inner)
         for name, module in chunk.named_modules():
+            # TE's attention has state of this kind too, which nothing uses outside of FP8 attention.
+            if name.endswith("core_attention"):
+                continue
             for direction in ("scaling_fwd", "scaling_bwd"):
                 scaling = getattr(module, "fp8_meta", {}).get(direction)
                 for tensor in ("scale", "amax_history"):

@@ -112,11 +112,11 @@ def test_state_moves_between_layouts() -> None:
 def test_without_reduction_each_rank_gets_its_own_back() -> None:
     config = config_of(amax_reduction="off")
     parts = run_on_ranks(2, train_and_save, config, 2)
-    own = "layers.0.self_attention.layernorm_qkv.scaling_fwd.scale@tp0.dp"
-    assert f"{own}0" in parts[0]
-    assert f"{own}1" in parts[1]
+    own = "layers.0.self_attention.layernorm_qkv.scaling_fwd.scale@tp0of1.dp"
+    assert f"{own}0of2" in parts[0]
+    assert f"{own}1of2" in parts[1]
     saved = union(parts)
-    assert any(not torch.equal(saved[name], saved[name[:-1] + "1"]) for name in saved if name.endswith("dp0"))
+    assert any(not torch.equal(saved[name], saved[name.replace("dp0", "dp1")]) for name in saved if "dp0" in name)
     for part, (notes, loaded) in zip(parts, run_on_ranks(2, load, config, saved), strict=True):
         assert notes == []
         assert_equal(loaded, part)
@@ -127,7 +127,7 @@ def test_state_of_ranks_on_their_own_is_merged_where_amaxes_are_reduced() -> Non
     ((notes, loaded),) = run_on_ranks(1, load, config_of(), saved)
     name = "layers.2.layernorm_mlp.scaling_bwd"
     assert f"{name}: 2 ranks had their own: their largest amaxes, smallest scale" in notes
-    both = [saved[f"{name}.amax_history@tp0.dp{rank}"] for rank in (0, 1)]
+    both = [saved[f"{name}.amax_history@tp0of1.dp{rank}of2"] for rank in (0, 1)]
     assert torch.equal(loaded[f"{name}.amax_history"], torch.maximum(*both))
 
 

@@ -1,0 +1,132 @@
+"""Owns how two checkpoints differ, tensor by tensor: read piece by piece, whatever layouts they were written under.
+
+At most a few pieces are in memory at a time. No process group; must not know what tensors mean.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from io import BytesIO
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_fp8.checkpoint.manifest import CheckpointError
+from megatron_fp8.checkpoint.plain_index import IndexedTensor, Piece, read_plain_index
+
+_PIECES_IN_MEMORY = 8
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How a tensor of two checkpoints differs.
+
+    `kind`: `equal` bit for bit, `values`, `shape`, `dtype`, or the side that alone has it, `first` or `second`.
+    `max_abs`, `max_rel`: largest absolute difference, and largest one over the magnitude in the first (infinite where
+    that is 0; NaN where a value is). `num_different`: elements that differ.
+    """
+
+    name: str
+    kind: str
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    num_different: int = 0
+    detail: str = ""
+
+
+def differences(first: Path, second: Path, only: str = "") -> Iterator[TensorDifference]:
+    """Every tensor of either checkpoint directory whose name contains `only`, by name.
+
+    Raises CheckpointError for an index or a file that cannot be read.
+    """
+    indices = read_plain_index(first), read_plain_index(second)
+    for name in sorted(indices[0].keys() | indices[1].keys()):
+        if only not in name:
+            continue
+        one, other = indices[0].get(name), indices[1].get(name)
+        if one is None or other is None:
+            yield TensorDifference(name, "second" if one is None else "first")
+        elif one.shape != other.shape:
+            yield TensorDifference(name, "shape", detail=f"{list(one.shape)} and {list(other.shape)}")
+        elif one.dtype != other.dtype:
+            yield TensorDifference(name, "dtype", detail=f"{one.dtype} and {other.dtype}")
+        else:
+            yield _compare(name, one, first, other, second)
+
+
+def _compare(name: str, one: IndexedTensor, first: Path, other: IndexedTensor, second: Path) -> TensorDifference:
+    max_abs, max_rel, num_different, num_compared = 0.0, 0.0, 0, 0
+    read_first = _reader(first)
+    for piece in other.pieces:
+        values = _read(second, piece)
+        for counterpart in one.pieces:
+            overlap = _overlap(piece, counterpart)
+            if overlap is None:
+                continue
+            left, right = read_first(counterpart)[_within(counterpart, overlap)], values[_within(piece, overlap)]
+            num_compared += left.numel()
+            absolute, relative, number = _numbers(left, right)
+            # Not max(), for which NaN is smaller or larger by chance.
+            max_abs, max_rel = _larger(max_abs, absolute), _larger(max_rel, relative)
+            num_different += number
+    if num_compared != one.num_elements:
+        raise CheckpointError(f"{name}: the pieces hold {num_compared:,} of {one.num_elements:,} elements in common")
+    return TensorDifference(name, "values" if num_different else "equal", max_abs, max_rel, num_different)
+
+
+def _reader(directory: Path) -> Callable[[Piece], Tensor]:
+    @lru_cache(maxsize=_PIECES_IN_MEMORY)
+    def read(piece: Piece) -> Tensor:
+        return _read(directory, piece)
+
+    return read
+
+
+def _read(directory: Path, piece: Piece) -> Tensor:
+    path = directory / piece.file
+    try:
+        with path.open("rb") as file:
+            file.seek(piece.start)
+            content = file.read(piece.num_bytes)
+        tensor = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read at byte {piece.start:,}: {error}") from error
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != piece.shape:
+        raise CheckpointError(f"{path} does not hold a tensor of shape {list(piece.shape)} at byte {piece.start:,}")
+    return tensor
+
+
+def _overlap(one: Piece, other: Piece) -> tuple[tuple[int, int], ...] | None:
+    """(first, one past the last) along every axis of what two pieces of a tensor share; None: nothing."""
+    spans = tuple(
+        (max(a, b), min(a + n, b + m))
+        for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+    )
+    return spans if all(start < stop for start, stop in spans) else None
+
+
+def _within(piece: Piece, spans: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
+    return tuple(slice(start - o, stop - o) for (start, stop), o in zip(spans, piece.offset, strict=True))
+
+
+def _numbers(left: Tensor, right: Tensor) -> tuple[float, float, int]:
+    """(largest absolute and relative difference, number of elements that are not the same bits)."""
+    different = _bits(left) != _bits(right)
+    number = int(different.sum())
+    if number == 0:
+        return 0.0, 0.0, 0
+    before, after = left[different].double(), right[different].double()
+    absolute = (after - before).abs()
+    # 0 and -0 differ in their bits only.
+    relative = torch.where(absolute == 0, 0.0, absolute / before.abs())
+    return float(absolute.max()), float(relative.max()), number
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(integers[tensor.element_size()])
+
+
+def _larger(one: float, other: float) -> float:
+    return other if other != other or other > one else one
