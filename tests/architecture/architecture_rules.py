@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     tuple(f"{PACKAGE}.{part}" for part in ("precision", "model.sharding", "data", "optim", "report", "faults")),
     (f"{PACKAGE}.model", f"{PACKAGE}.checkpoint"),
     (f"{PACKAGE}.train",),
-    ("pretrain", "tools", f"{PACKAGE}.bench", f"{PACKAGE}.compare"),
+    ("pretrain", "tools", f"{PACKAGE}.bench", f"{PACKAGE}.compare", f"{PACKAGE}.hf"),
 )
 # What has to answer on a machine, and in a time, where torch cannot be imported.
 TORCH_FREE = (*LAYERS[0], *LAYERS[1], f"{PACKAGE}.data.check", "pretrain")
