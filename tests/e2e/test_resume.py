@@ -1,0 +1,165 @@
+"""Runs that are told to stop, save, and go on under the same name, as a scheduler or a person has them do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fp8.checkpoint.directory import CheckpointDirectory
+from megatron_fp8.checkpoint.manifest import damage
+from tests.e2e.conftest import TRAIN_ITERS, Tiny
+from tests.e2e.launch import PRETRAIN, Ended, run, torchrun
+
+# Signals its own process in the third step; leaves the exit code in a file, and ends when all ranks have done so.
+SIGNALLED = """\
+import os
+import signal
+import sys
+import time
+
+import pretrain
+from megatron_fp8.train.pace import Pace
+
+step_done = Pace.step_done
+rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def signal_in_the_third(self):
+    step_done(self)
+    self.steps_seen = getattr(self, "steps_seen", 0) + 1
+    if rank == world_size - 1 and self.steps_seen == 3:
+        os.kill(os.getpid(), signal.{signal})
+
+
+Pace.step_done = signal_in_the_third
+if __name__ == "__main__":
+    code = 0
+    try:
+        pretrain.main()
+    except SystemExit as ended:
+        code = ended.code
+    with open(f"code{{rank}}", "w") as file:
+        file.write(repr(int(code)))
+    deadline = time.monotonic() + 60
+    while not all(os.path.exists(f"code{{other}}") for other in range(world_size)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    sys.exit(code)
+"""
+# Of a step, and nothing of time or of this machine.
+NOT_COMPARED = {
+    *("iteration-time", "tokens-per-second", "seconds-left", "data-wait-seconds", "peak-memory-bytes"),
+    "seconds",
+}
+OVERRIDES = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
+
+
+def series(directory: Path) -> list[dict[str, Any]]:
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    return [
+        {name: value for name, value in record.items() if name not in NOT_COMPARED}
+        for record in records
+        if record["event"] in ("train", "validation", "fp8", "fp8-check")
+    ]
+
+
+def events(directory: Path, event: str) -> list[dict[str, Any]]:
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+def write_signalled(directory: Path, signal: str) -> Path:
+    script = directory / "signalled.py"
+    script.write_text(SIGNALLED.format(signal=signal), encoding="utf-8")
+    return script
+
+
+def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on_bit_by_bit(tiny: Tiny, tmp_path: Path) -> None:
+    tiny.write_config(tmp_path, tp=2)
+    straight = torchrun(2, "tiny.yaml", "run.name=straight", "checkpoint.save=false", *OVERRIDES, cwd=tmp_path)
+    assert straight.code == 0, straight.output
+    assert not (tmp_path / "runs" / "straight" / "checkpoints").exists()
+
+    script = write_signalled(tmp_path, "SIGUSR1")
+    stopped = torchrun(2, "tiny.yaml", *OVERRIDES, cwd=tmp_path, script=script)
+    assert [(tmp_path / f"code{rank}").read_text() for rank in range(2)] == ["75", "75"], stopped.output
+    directory = tmp_path / "runs" / "tiny"
+    checkpoints = CheckpointDirectory(directory / "checkpoints")
+    assert (checkpoints.iterations(), checkpoints.latest()) == ([3], 3)
+    (end,) = events(directory, "end")
+    assert (end["iteration"], end["stopped"]) == (3, "signal SIGUSR1")
+    assert "signal SIGUSR1" in stopped.stdout
+
+    resumed = torchrun(2, "tiny.yaml", *OVERRIDES, "--resume", cwd=tmp_path)
+    assert resumed.code == 0, resumed.output
+    assert series(directory) == series(tmp_path / "runs" / "straight")
+    assert (checkpoints.iterations(), checkpoints.latest()) == ([3, TRAIN_ITERS], TRAIN_ITERS)
+    assert list(damage(checkpoints.path(TRAIN_ITERS))) == []
+    (resume,) = events(directory, "resume")
+    assert (resume["iteration"], resume["notes"]) == (3, "")
+
+
+def one_rank(script: Path, *arguments: str, cwd: Path) -> Ended:
+
+    return run([sys.executable, script, *arguments], cwd)
+
+
+def test_a_run_under_a_scheduler_is_started_again_and_again_in_one_way(tiny: Tiny, tmp_path: Path) -> None:
+    """The same command line: at first there is nothing to resume, then a damaged checkpoint, which is passed over."""
+
+    tiny.write_config(tmp_path)
+    script = write_signalled(tmp_path, "SIGTERM")
+    command = ("tiny.yaml", "--resume=auto", "checkpoint.save_interval=2")
+    first = one_rank(script, *command, cwd=tmp_path)
+    assert first.code == 75, first.output
+    assert "starting from the initial weights" in first.stderr
+    directory = tmp_path / "runs" / "tiny"
+    checkpoints = CheckpointDirectory(directory / "checkpoints")
+    assert checkpoints.iterations() == [2, 3]
+    (end,) = events(directory, "end")
+    assert end["stopped"] == "signal SIGTERM"
+
+    path = checkpoints.path(3) / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    before = (directory / "metrics.jsonl").read_bytes()
+    refused = one_rank(PRETRAIN, "tiny.yaml", "--resume", cwd=tmp_path)
+    assert refused.code == 2, refused.output
+    assert f"{path.relative_to(tmp_path)} is not what was written" in refused.stderr
+    assert "checkpoint.ckpt_step=2, or --resume=auto" in refused.stderr
+    assert "Traceback" not in refused.output
+    assert (directory / "metrics.jsonl").read_bytes() == before
+
+    # What a killed job left is swept.
+    (checkpoints.root / ".iter_0000004.incomplete").mkdir()
+    second = one_rank(PRETRAIN, *command, cwd=tmp_path)
+    assert second.code == 0, second.output
+    (resume,) = events(directory, "resume")
+    assert resume["iteration"] == 2
+    assert "taking iteration 2 instead" in resume["notes"]
+    assert [record["iteration"] for record in events(directory, "train")] == list(range(1, TRAIN_ITERS + 1))
+    assert checkpoints.iterations() == [2, 3, 4, TRAIN_ITERS]
+    assert not list(checkpoints.root.glob(".iter*"))
+
+
+def test_without_a_checkpoint_nothing_is_resumed(tiny: Tiny, tmp_path: Path) -> None:
+
+    tiny.write_config(tmp_path)
+    ended = one_rank(PRETRAIN, "tiny.yaml", "--resume", cwd=tmp_path)
+    assert ended.code == 2, ended.output
+    assert "--resume never starts from initial weights" in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal", ["SIGTERM", "SIGUSR1"])
+def test_either_signal_stops_a_job_of_four(tiny: Tiny, tmp_path: Path, signal: str) -> None:
+    tiny.write_config(tmp_path, tp=2)
+    ended = torchrun(4, "tiny.yaml", cwd=tmp_path, script=write_signalled(tmp_path, signal))
+    assert [(tmp_path / f"code{rank}").read_text() for rank in range(4)] == ["75"] * 4, ended.output
+    assert CheckpointDirectory(tmp_path / "runs" / "tiny" / "checkpoints").iterations() == [3]
