@@ -238,6 +238,8 @@ def _row(name: str, tensor: IndexedTensor) -> tuple[str, ...]:
 
 def _print_facts(facts: dict[str, Any]) -> None:
     for name, value in facts.items():
+        if value == {}:
+            continue
         if isinstance(value, dict):
             value = ", ".join(f"{key} {_short(item)}" for key, item in value.items())
         elif isinstance(value, list):

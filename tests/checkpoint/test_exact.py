@@ -67,6 +67,9 @@ CASES: dict[str, tuple[tuple[int, Sections], dict[str, Any], dict[str, Any]]] = 
     "fallback-dp2": (DP2, FALLBACK, DROPOUT),
     "counting-pp2": (PP2, COUNTING, {}),
     "low-moments-dp2": (DP2, {"mode": "bf16", **LOW_MOMENTS}, DROPOUT),
+    "bf16-moments-tp2": (TP2, {"mode": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, GPT),
+    "fp8-weights-dp2": (DP2, fp8(fp8_param_gather=True), DROPOUT),
+    "tensorwise-weights-dp2": (DP2, fp8("tensorwise", fp8_param_gather=True), {}),
 }
 FORMATS: dict[str, dict[str, Any]] = {
     "fp32": {"mode": "fp32"},
@@ -79,6 +82,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "interval": fp8(fp8_interval=2),
     "first-last": fp8(first_last_layers_bf16=True),
     "fallback": FALLBACK,
+    "fp8-weights": fp8(fp8_param_gather=True),
+    "tensorwise-weights": fp8("tensorwise", fp8_param_gather=True),
+    "mxfp8-weights": fp8("mxfp8", fp8_param_gather=True),
 }
 LAYOUTS = {
     "one": ONE,

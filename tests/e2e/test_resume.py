@@ -78,6 +78,7 @@ def write_signalled(directory: Path, signal: str) -> Path:
     return script
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on_bit_by_bit(tiny: Tiny, tmp_path: Path) -> None:
     tiny.write_config(tmp_path, tp=2)
     straight = torchrun(2, "tiny.yaml", "run.name=straight", "checkpoint.save=false", *OVERRIDES, cwd=tmp_path)
@@ -109,11 +110,17 @@ def one_rank(script: Path, *arguments: str, cwd: Path) -> Ended:
 
 
 def test_a_run_under_a_scheduler_is_started_again_and_again_in_one_way(tiny: Tiny, tmp_path: Path) -> None:
-    """The same command line: at first there is nothing to resume, then a damaged checkpoint, which is passed over."""
+    """The same command line: at first there is nothing to resume, then a damaged checkpoint, which is passed over.
+
+    What comes of it are the numbers of a run that was never disturbed.
+    """
 
     tiny.write_config(tmp_path)
+    straight = one_rank(PRETRAIN, "tiny.yaml", "run.name=straight", "checkpoint.save=false", *OVERRIDES, cwd=tmp_path)
+    assert straight.code == 0, straight.output
+    assert not (tmp_path / "runs" / "straight" / "checkpoints").exists()
     script = write_signalled(tmp_path, "SIGTERM")
-    command = ("tiny.yaml", "--resume=auto", "checkpoint.save_interval=2")
+    command = ("tiny.yaml", "--resume=auto", "checkpoint.save_interval=2", *OVERRIDES)
     first = one_rank(script, *command, cwd=tmp_path)
     assert first.code == 75, first.output
     assert "starting from the initial weights" in first.stderr
@@ -128,7 +135,7 @@ def test_a_run_under_a_scheduler_is_started_again_and_again_in_one_way(tiny: Tin
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     before = (directory / "metrics.jsonl").read_bytes()
-    refused = one_rank(PRETRAIN, "tiny.yaml", "--resume", cwd=tmp_path)
+    refused = one_rank(PRETRAIN, "tiny.yaml", "--resume", *OVERRIDES, cwd=tmp_path)
     assert refused.code == 2, refused.output
     assert f"{path.relative_to(tmp_path)} is not what was written" in refused.stderr
     assert "checkpoint.ckpt_step=2, or --resume=auto" in refused.stderr
@@ -142,6 +149,7 @@ def test_a_run_under_a_scheduler_is_started_again_and_again_in_one_way(tiny: Tin
     (resume,) = events(directory, "resume")
     assert resume["iteration"] == 2
     assert "taking iteration 2 instead" in resume["notes"]
+    assert series(directory) == series(tmp_path / "runs" / "straight")
     assert [record["iteration"] for record in events(directory, "train")] == list(range(1, TRAIN_ITERS + 1))
     assert checkpoints.iterations() == [2, 3, 4, TRAIN_ITERS]
     assert not list(checkpoints.root.glob(".iter*"))
