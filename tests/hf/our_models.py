@@ -1,0 +1,76 @@
+"""Our side: small models trained on real ranks and saved, logits of checkpoints, the tool as a person calls it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_fp8.config.schema import Config
+from tests.small_run import batches
+from tools.convert_hf import main
+
+
+def convert(*arguments: object) -> None:
+    """`tools/convert_hf.py ARGUMENTS`, in this process; it has to succeed."""
+    assert main([str(argument) for argument in arguments]) == 0
+
+
+def train_and_save(config: Config, directory: Path) -> None:
+    """Two steps in the running world, then a checkpoint in `directory`."""
+    from megatron.core import parallel_state
+
+    from megatron_fp8.train.checkpointing import Progress
+    from megatron_fp8.train.interval import IntervalLoss
+    from megatron_fp8.train.state import TrainState
+
+    parts = _parts(config, directory)
+    state = TrainState()
+    for _ in range(2):
+        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+        parts.schedule.step(1)
+        state = state.after_step(config.training.global_batch_size, config.model.seq_length)
+    progress = Progress(state, IntervalLoss(parts.device.torch_device), None)
+    parts.checkpointer.after_step(progress, stops=True)
+    parallel_state.destroy_model_parallel()
+
+
+def logits_of(directories: list[Path], tokens: list[Any]) -> list[Any]:
+    """FP32 logits `[b, s, vocab]` of the checkpoints in directories, for `tokens` int64 `[b, s]`; on one rank."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    from megatron_fp8.checkpoint.directory import CheckpointDirectory
+    from megatron_fp8.train.interval import IntervalLoss
+
+    found = []
+    for directory, inputs in zip(directories, tokens, strict=True):
+        checkpoints = CheckpointDirectory(directory)
+        iteration = checkpoints.latest()
+        saved = yaml.safe_load(checkpoints.manifest(iteration).config)
+        saved.update(parallel={}, precision={"mode": "fp32"})
+        saved["model"].update(hidden_dropout=0.0, attention_dropout=0.0)
+        initialize_rng_tracker(force_reset=True)
+        parts = _parts(Config.model_validate(saved), None)
+        parts.checkpointer.load(checkpoints.path(iteration), IntervalLoss(parts.device.torch_device), weights_only=True)
+        positions = torch.arange(inputs.shape[1]).expand(inputs.shape)
+        with torch.no_grad():
+            logits = parts.chunks[0].module(inputs, positions)
+        assert logits.dtype == torch.float32
+        found.append(logits[..., : parts.layout.vocab_size].transpose(0, 1).clone())
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def _parts(config: Config, directory: Path | None) -> Any:
+    import torch
+
+    from megatron_fp8 import device as devices
+    from megatron_fp8.config.layout import derive_layout
+    from megatron_fp8.report.record import Recorder
+    from megatron_fp8.train.setup import build_parts
+
+    layout = derive_layout(config, torch.distributed.get_world_size(), None)
+    return build_parts(config, layout, layout.vocab_size, devices.prepare(), Recorder([]), directory)

@@ -1,0 +1,69 @@
+"""Models of transformers come in: the same logits here, and the same bits when they go out again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from megatron_fp8.checkpoint.start import choose_start
+from megatron_fp8.config.continuation import compare_with_saved
+from megatron_fp8.config.load import load_config
+from tests.hf.our_models import convert, logits_of
+from tests.hf.their_models import MODELS, logits_of_folder, make_folder, weights_of
+from tests.ranks import run_on_ranks
+
+TOKENS = torch.randint(0, 199, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """Every model as transformers saved it (`NAME`), imported (`NAME-in`) and exported again (`NAME-out`)."""
+    root = tmp_path_factory.mktemp("imported")
+    for name, (settings, dtype) in MODELS.items():
+        make_folder(root / name, settings, dtype)
+        convert("import", root / name, root / f"{name}-in", "--seq-length", 16, "--no-tokenizer")
+        convert("export", root / f"{name}-in", root / f"{name}-out", "--no-tokenizer", "--max-shard-size", "60KB")
+    return root
+
+
+def test_logits_are_those_of_transformers(root) -> None:
+    directories = [root / f"{name}-in" / "checkpoints" for name in MODELS]
+    (ours,) = run_on_ranks(1, logits_of, directories, [TOKENS] * len(directories))
+    for name, logits in zip(MODELS, ours, strict=True):
+        theirs = logits_of_folder(root / name, TOKENS)
+        assert theirs.std() > 0.1
+        torch.testing.assert_close(logits, theirs, atol=1e-4, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_round_trip_changes_no_bit(root, name) -> None:
+    before, after = weights_of(root / name), weights_of(root / f"{name}-out")
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert after[key].dtype == tensor.dtype
+        assert torch.equal(after[key], tensor), key
+    assert len(list((root / f"{name}-out").glob("*.safetensors"))) > 1
+    assert _described(root / name) == _described(root / f"{name}-out")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_can_start_from_it(root, name) -> None:
+    loaded = load_config(root / f"{name}-in" / "config.yaml")
+    start = choose_start(loaded.config, None)
+    assert start.checkpoint == root / f"{name}-in" / "checkpoints" / "iter_0000000"
+    assert start.weights_only
+    assert compare_with_saved(loaded.config, start.saved_config, weights_only=True) == ([], [])
+
+
+def _described(folder: Path) -> dict:
+    settings = AutoConfig.from_pretrained(folder).to_dict()
+    # Who wrote it; 4 times the width, said in words or not; ids of a tokenizer that is not there.
+    written = {**settings, "n_inner": settings.get("n_inner") or 4 * settings.get("n_embd", 0)}
+    for key in ("transformers_version", "_name_or_path", "bos_token_id", "eos_token_id"):
+        written.pop(key, None)
+    assert json.loads((folder / "config.json").read_text())["architectures"]
+    return written
