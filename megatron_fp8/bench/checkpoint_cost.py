@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -19,10 +20,11 @@ import torch
 from megatron_fp8.bench.our_run import OurRun
 from megatron_fp8.bench.result import CheckpointCost
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
-from megatron_fp8.checkpoint.live import LiveState
 from megatron_fp8.checkpoint.manifest import Manifest
-from megatron_fp8.checkpoint.save import CheckpointWriter
 from megatron_fp8.config.schema import Config
+
+if TYPE_CHECKING:
+    from megatron_fp8.checkpoint.live import LiveState
 
 _POLL_SECONDS = 0.01
 
@@ -32,8 +34,7 @@ def measure_checkpoints(config: Config, directory: Path, num_rounds: int) -> Che
     run = OurRun(config)
     try:
         run.step()
-        live = run.parts.checkpointer.live
-        subject = _Subject(live, directory)
+        subject = _Subject(run.parts.checkpointer.live, directory)
         rounds = [subject.round(number) for number in range(num_rounds)]
     finally:
         run.close()
@@ -44,6 +45,9 @@ def measure_checkpoints(config: Config, directory: Path, num_rounds: int) -> Che
 
 class _Subject:
     def __init__(self, live: LiveState, directory: Path) -> None:
+        # It looks for CUDA when imported; the run has prepared that.
+        from megatron_fp8.checkpoint.save import CheckpointWriter
+
         self._live = live
         self._root = directory
         self._directory = CheckpointDirectory(directory / "checkpoints")
