@@ -181,8 +181,12 @@ def _system_error(error: Exception) -> Exception:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, in a line. torch tells rank 0 alone."""
+    """What went wrong, in a line.
+
+    Collective over torch's exception, which all ranks get together, but only rank 0 with the reasons.
+    """
     if not isinstance(error, CheckpointException):
         return str(error)
-    failures = [f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()]
-    return "; ".join(failures) or "a rank failed, and rank 0 says why"
+    reasons = ["; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())]
+    torch.distributed.broadcast_object_list(reasons, src=0)
+    return reasons[0]

@@ -14,7 +14,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Notices the signals while it is entered; a second one of a kind has its ordinary effect."""
+    """Notices the signals while it is entered.
+
+    Every further one too: a scheduler that signals all processes of a job, and a launcher that passes on its own,
+    tell a rank twice within milliseconds. Who does not want to wait for the step has SIGINT and SIGKILL.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,8 +38,6 @@ class StopSignals:
 
     def _notice(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._received = signal.Signals(number)
-        # Whoever asks twice does not want to wait for the step.
-        signal.signal(number, signal.SIG_DFL)
 
     def vote(self, also: bool = False) -> str | None:
         """Whether any rank has been told to stop, or says `also`; the reason in words. Collective over all ranks."""

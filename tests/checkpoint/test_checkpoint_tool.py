@@ -46,7 +46,7 @@ def save_loaded(config, directory: Path, load: Path) -> None:
     def save(parts: Any) -> None:
         parts.checkpointer._saved_iteration = 0
         interval = IntervalLoss(parts.device.torch_device)
-        parts.checkpointer.after_step(Progress(TrainState(STEPS_BEFORE, 24, 384), interval, None), stops=True)
+        parts.checkpointer.after_step(Progress(TrainState(STEPS_BEFORE, 12, 192), interval, None), stops=True)
 
     train_on_this_rank(config, directory, load, before=save)
 
@@ -78,7 +78,7 @@ def test_inspect_lists_what_is_inside(runs: Path, capsys: pytest.CaptureFixture[
     assert code == 0
     assert (found["iteration"], found["layout"]["tensor_model_parallel_size"]) == (6, 2)
     assert found["versions"]["torch"] == torch.__version__
-    assert found["counters"]["consumed_samples"] == 48
+    assert found["counters"]["consumed_samples"] == 24
     shape = [250, 64]
     embedding = {"shape": shape, "dtype": "float32", "bytes": 4 * 250 * 64}
     names = [name for name in found["tensors"] if name.startswith("master.embedding")]
@@ -150,7 +150,7 @@ def test_latest_is_a_path(runs: Path, capsys: pytest.CaptureFixture[str]) -> Non
     code, out, err = call(capsys, "latest", runs / "one")
     assert (code, out) == (1, "")
     assert "common.pt is missing" in err
-    assert "newest whole checkpoint: " + expected.replace("6", "3") in err
+    assert "newest whole checkpoint: " + expected.replace("iter_0000006", "iter_0000003") in err
     (runs / "one" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("9")
     code, found = call_json(capsys, "latest", runs / "one")
     assert (code, found["latest"]) == (1, None)

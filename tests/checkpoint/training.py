@@ -30,9 +30,9 @@ def checkpoint_config(**sections: dict[str, Any]) -> Config:
         "model": {"num_layers": 2, "seq_length": 16},
         "training": {
             "micro_batch_size": 2,
-            "global_batch_size": 8,
+            "global_batch_size": 4,
             "train_iters": STEPS,
-            "eval_interval": 2,
+            "eval_interval": 4,
             "eval_iters": 1,
         },
         "optimizer": {"lr_warmup_iters": 4, "min_lr": 1e-4},
@@ -238,7 +238,7 @@ def _optimizer_state(optimizer: Any) -> Iterator[tuple[str, Any]]:
         for group_number, group in enumerate(adam.param_groups):
             where = f"optimizer{number}.group{group_number}"
             for name in ("step", "lr", "weight_decay"):
-                yield f"{where}.{name}", group[name]
+                yield f"{where}.{name}", group.get(name, 0)
             for order, main in enumerate(group["params"]):
                 yield f"{where}.{order}.main", main
                 for name, value in sorted(adam.state[main].items()):
