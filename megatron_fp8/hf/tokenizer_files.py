@@ -39,6 +39,7 @@ def describe_tokenizer(folder: Path, num_positions: int) -> dict[str, int]:
     """Make the copied tokenizer one that transformers loads; the ids of its special tokens, for `config.json`.
 
     A tokenizer of this project's has `<|endoftext|>` between documents: it ends a text, and begins one, as in GPT-2.
+    It pads as well, since Trainer wants a token for that; not in `config.json`, which would freeze its embedding.
     """
     path = folder / _CONFIG
     if path.is_file():
@@ -48,6 +49,7 @@ def describe_tokenizer(folder: Path, num_positions: int) -> dict[str, int]:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": END_OF_DOCUMENT,
             "eos_token": END_OF_DOCUMENT,
+            "pad_token": END_OF_DOCUMENT,
             "model_max_length": num_positions,
             "clean_up_tokenization_spaces": False,
         }

@@ -38,7 +38,7 @@ limit_bytes = int(sys.argv[1])
 used = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (used + limit_bytes, used + limit_bytes))
 try:
-    torch.ones(limit_bytes // 4)
+    torch.ones(limit_bytes // 2)
 except RuntimeError:
     sys.exit(main(sys.argv[2:]))
 sys.exit("there is no limit")

@@ -18,7 +18,7 @@ TEXT = "def train(model, data):\n    for step, batch in enumerate(data):\n      
 
 def blocks(tokenizer) -> list[dict[str, list[int]]]:
     """The text in blocks of as many tokens."""
-    ids = tokenizer(TEXT)["input_ids"]
+    ids = tokenizer(TEXT, verbose=False)["input_ids"]
     cut = [ids[start : start + BLOCK] for start in range(0, len(ids) - BLOCK + 1, BLOCK)]
     return [{"input_ids": block, "labels": block} for block in cut[: STEPS * BATCH]]
 
