@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0: the folder is whole; 2: an input is wrong and nothing was written."""
+    """Exit code 0: the folder is whole; 2: an input is wrong; 1: the disk is full or the like. Then nothing is left."""
     settings = make_parser().parse_args(arguments)
     try:
         with _progress() as on_tensor:
@@ -63,6 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (BadInputError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"{settings.out} could not be written: {error}", file=sys.stderr)
+        return 1
     print(summary)
     return 0
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron_fp8.checkpoint.index import read_index
-from megatron_fp8.checkpoint.manifest import write_sums
+from megatron_fp8.checkpoint.manifest import CheckpointError, write_sums
 from megatron_fp8.hf.groups import Shape
 
 # What Megatron's loader reads beside the tensors: which format this is, and objects, of which there are none.
@@ -31,7 +32,7 @@ _MEGATRON_FORMAT = {
 
 
 class TensorReader:
-    """Reads tensors of one checkpoint. Raises CheckpointError when its index is damaged or holds code."""
+    """Reads tensors of one checkpoint. Raises CheckpointError for a damaged file, or an index that holds code."""
 
     def __init__(self, checkpoint: Path) -> None:
         self.index = read_index(checkpoint)
@@ -41,7 +42,7 @@ class TensorReader:
         """A whole tensor, on the CPU."""
         stored = self.index[name]
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        with _one_process():
+        with _one_process(f"{name} cannot be read from {self._storage.checkpoint_id}", CheckpointError):
             dcp.load({name: tensor}, storage_reader=self._storage, no_dist=True)
         return tensor
 
@@ -60,12 +61,12 @@ class _RememberingReader(dcp.FileSystemReader):
 def write_tensors(directory: Path, shapes: Mapping[str, Shape], value: Callable[[str], Tensor]) -> None:
     """Write FP32 tensors into an empty directory in Megatron's format, a file each, and their sums.
 
-    `value` is asked for each of them by name when it is written.
+    `value` is asked for each of them by name when it is written. Raises OSError where it cannot be.
     """
     placeholders = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
     # A file each: the ranks that load share the files. No copying ahead: that would hold two tensors.
     writer = _PathlessWriter(directory, single_file_per_rank=False, per_thread_copy_ahead=0, sync_files=False)
-    with _one_process():
+    with _one_process(f"{directory} cannot be written", OSError):
         dcp.save(placeholders, storage_writer=writer, planner=_AskingPlanner(value), no_dist=True)
     (directory / "metadata.json").write_text(json.dumps(_MEGATRON_FORMAT), encoding="utf-8")
     torch.save({}, directory / "common.pt")
@@ -96,8 +97,12 @@ class _AskingPlanner(dcp.DefaultSavePlanner):
 
 
 @contextmanager
-def _one_process() -> Iterator[None]:
-    """Without torch's remark that there is no process group, which is meant."""
+def _one_process(failed: str, error_type: type[Exception]) -> Iterator[None]:
+    """Without torch's remark that there is no process group, which is meant; its errors as `error_type`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+            raise error_type(f"{failed}: {causes}") from error

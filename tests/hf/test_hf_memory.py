@@ -14,17 +14,18 @@ from megatron_fp8.config.schema import ModelConfig
 from megatron_fp8.hf.families import config_json, tensor_groups
 from megatron_fp8.hf.shards import write_shards
 
-VOCAB_SIZE, NUM_LAYERS = 2048, 16
+VOCAB_SIZE, NUM_LAYERS = 2048, 10
 MODEL = ModelConfig(
     num_layers=NUM_LAYERS,
-    hidden_size=512,
+    hidden_size=768,
     num_attention_heads=8,
     num_query_groups=4,
-    ffn_hidden_size=1536,
+    ffn_hidden_size=2304,
     seq_length=64,
 )
-LAYER_BYTES = 4 * 512 * (512 + 2 * 256 + 512 + 3 * 1536)
-LIMIT_BYTES = 3 * LAYER_BYTES
+LAYER_BYTES = 4 * 768 * (768 + 2 * 384 + 768 + 3 * 2304)
+# A thread's stack, which the progress display has, counts 8 MB.
+LIMIT_BYTES = 5 * LAYER_BYTES // 2
 # All that is needed is imported before the limit is set; what libraries allocate for themselves is not counted.
 PROGRAM = """
 import resource, sys
