@@ -250,7 +250,7 @@ def test_another_model_or_order_of_samples_is_refused_with_the_value_that_fits(
 
 
 def test_what_may_change_is_mentioned(runs: Path) -> None:
-    arguments = ("training.global_batch_size=4", "precision.mode=bf16", "model.hidden_dropout=0.2")
+    arguments = ("training.global_batch_size=8", "precision.mode=bf16", "model.hidden_dropout=0.2")
     notes = command(make_config(runs), runs, "--resume", *arguments).start.notes
     assert len(notes) == len(arguments)
     for argument in arguments:
