@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from megatron_fp8.checkpoint.start import choose_start
@@ -57,6 +59,22 @@ def test_a_run_can_start_from_it(root, name) -> None:
     assert start.checkpoint == root / f"{name}-in" / "checkpoints" / "iter_0000000"
     assert start.weights_only
     assert compare_with_saved(loaded.config, start.saved_config, weights_only=True) == ([], [])
+
+
+def test_names_of_older_programs_will_do(root, tmp_path) -> None:
+    """Those of the hub's GPT-2: without the first part, with the causal mask and a head that is the embedding."""
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in weights_of(root / "gpt2").items()}
+    folder = tmp_path / "old"
+    folder.mkdir()
+    weights["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
+    weights["lm_head.weight"] = weights["wte.weight"].clone()
+    save_file(weights, folder / "model.safetensors")
+    shutil.copy(root / "gpt2" / "config.json", folder)
+    convert("import", folder, tmp_path / "in", "--no-tokenizer")
+    convert("export", tmp_path / "in", tmp_path / "out", "--no-tokenizer")
+    before, after = weights_of(root / "gpt2"), weights_of(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 def _described(folder: Path) -> dict:
