@@ -11,8 +11,9 @@ QUICKSTART_DATA := data/quickstart
 QUICKSTART_READY := $(QUICKSTART_DATA)/.ready
 LINTED := megatron_fp8 tests tools pretrain.py
 
-# Options of pytest that say how many tests run at once, as in PYTEST_WORKERS="-n 2".
-PYTEST_WORKERS ?=
+# Options of pytest that say how many tests run at once: PYTEST_WORKERS= for one after another. Tests of a file share
+# fixtures, so they stay together.
+PYTEST_WORKERS ?= -n 2 --dist loadfile
 # Passed on: make train ARGS="training.train_iters=50", make test ARGS="tests/config -x".
 ARGS ?=
 

@@ -99,11 +99,11 @@ def _format_checkpoint(record: Mapping[str, Value]) -> str:
 
 
 def _format_end(record: Mapping[str, Value]) -> str:
-    if record.get("stopped") is not None:
-        line = f"stopped after {record['iteration']} iterations because of {record['stopped']}; --resume goes on"
-    else:
-        line = f"finished {record['iteration']} iterations"
+    stopped = record.get("stopped")
+    line = f"{'finished' if stopped is None else 'stopped after'} {record['iteration']} iterations"
     line += f" in {format_seconds(float(record['seconds'] or 0.0))}"
+    if stopped is not None:
+        line += f" because of {stopped} (--resume goes on)"
     first, last = record["lm loss validation at start"], record["lm loss validation"]
     if isinstance(first, float) and isinstance(last, float):
         line += f" | lm loss validation {first:.4f} -> {last:.4f} ({last - first:+.4f} nats)"

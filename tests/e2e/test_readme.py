@@ -43,7 +43,8 @@ def shortened(words: list[str]) -> list[str] | None:
         return [sys.executable, *arguments]
     if program == "torchrun":
         launch = parse_torchrun(arguments)
-        world_size = int(launch.nnodes) * int(launch.nproc_per_node)
+        # `--nnodes` may be a range, and is one by default.
+        world_size = int(launch.nnodes.split(":")[-1]) * int(launch.nproc_per_node)
         return [
             sys.executable,
             launch.training_script,

@@ -353,7 +353,7 @@ def test_other_modes_record_nothing() -> None:
 
 
 def test_the_console_shows_decisions_and_no_tensors(tmp_path: Path) -> None:
-    console = ConsoleSink(tmp_path / "console.log", 100, Console(file=StringIO()))
+    console = ConsoleSink(tmp_path / "console.log", 100, console=Console(file=StringIO()))
     console.write({"event": "fp8", "iteration": 10, "fp8/layers.0/x/input/scale": 1.0})
     console.write({"event": "fp8-check", "iteration": 10, "fp8/layers.0/x/input/error": 0.1})
     reason = {"tensor": "layers.2/x/weight", "quantity": "flushed", "value": 0.75, "limit": 0.5}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_fp8.report.console import ConsoleSink, format_seconds
-from megatron_fp8.report.record import JsonLines, Recorder
+from megatron_fp8.report.console import ConsoleSink, format_record, format_seconds
+from megatron_fp8.report.record import JsonLines, Recorder, drop_records_after
 
 TRAIN = {
     "iteration": 5,
@@ -44,7 +44,7 @@ def test_a_recorder_without_sinks_is_silent() -> None:
 def test_console_and_log_say_the_same(tmp_path: Path, terminal: bool) -> None:
     output = io.StringIO()
     console = Console(file=output, force_terminal=terminal, width=400, soft_wrap=True, color_system=None)
-    sink = ConsoleSink(tmp_path / "console.log", 40, console)
+    sink = ConsoleSink(tmp_path / "console.log", 40, console=console)
     sink.write({"event": "train", **TRAIN})
     sink.write({"event": "validation", "iteration": 5, "lm loss validation": 8.0})
     sink.write(
@@ -75,3 +75,50 @@ def test_console_and_log_say_the_same(tmp_path: Path, terminal: bool) -> None:
 )
 def test_durations_for_people(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_a_run_that_goes_on_drops_what_it_will_record_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path)
+    kept = [{"event": "start"}, {"event": "train", "iteration": 5}, {"event": "checkpoint", "iteration": 5}]
+    dropped = [
+        {"event": "train", "iteration": 6},
+        {"event": "validation", "iteration": 6},
+        {"event": "end", "iteration": 5},
+    ]
+    for record in [*kept[:1], *dropped[:1], *kept[1:], *dropped[1:]]:
+        sink.write(record)
+    sink.close()
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"event": "train", "itera')
+    drop_records_after(path, 5)
+    assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == kept
+    drop_records_after(tmp_path / "none.jsonl", 5)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("record", "line"),
+    [
+        (
+            {
+                "iteration": 8,
+                "path": "c/iter_0000008",
+                "bytes": 16.4e6,
+                "seconds": 2.5,
+                "hold-up-seconds": 0.1,
+                "removed": "4",
+            },
+            "checkpoint c/iter_0000008 | 16.4 MB in 2.5 s, training waited 0.10 s | removed 4",
+        ),
+    ],
+)
+def test_a_checkpoint_is_told_in_a_line(record: dict, line: str) -> None:
+    assert format_record({"event": "checkpoint", **record}, 100) == line
+
+
+def test_a_stopped_run_says_why_and_how_to_go_on() -> None:
+    record = {"event": "end", "iteration": 8, "seconds": 61.0, "stopped": "signal SIGTERM"}
+    losses = {"lm loss validation at start": None, "lm loss validation": None}
+    line = format_record({**record, **losses}, 100)
+    assert line == "stopped after 8 iterations in 1 min 01 s because of signal SIGTERM (--resume goes on)"
