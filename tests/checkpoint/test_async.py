@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 60
 def make_config(**checkpoint: Any):
     return checkpoint_config(
         model={"num_layers": 1},
-        precision={"mode": "fp8", "fp8_amax_history_len": 4},
+        precision={"mode": "bf16"},
         training={"eval_iters": 0},
         checkpoint=checkpoint,
     )

@@ -70,7 +70,9 @@ def save_and_be_killed(config, root: Path, iterations: list[int], number: int) -
     return hook.count.value
 
 
-@pytest.mark.parametrize("existing", [[1], [1, 2]], ids=["new", "replaced"])
+@pytest.mark.parametrize(
+    "existing", [pytest.param([1], marks=pytest.mark.slow, id="new"), pytest.param([1, 2], id="replaced")]
+)
 def test_a_job_killed_at_any_operation_leaves_a_whole_latest_checkpoint(existing: list[int], tmp_path: Path) -> None:
     """`replaced`: there is a checkpoint of the same iteration, as after a resume from an older one."""
     config = save_config(keep_last=1)

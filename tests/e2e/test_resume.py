@@ -72,6 +72,12 @@ def events(directory: Path, event: str) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if record["event"] == event]
 
 
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def write_signalled(directory: Path, signal: str) -> Path:
     script = directory / "signalled.py"
     script.write_text(SIGNALLED.format(signal=signal), encoding="utf-8")
@@ -131,17 +137,7 @@ def test_a_run_under_a_scheduler_is_started_again_and_again_in_one_way(tiny: Tin
     assert end["stopped"] == "signal SIGTERM"
 
     path = checkpoints.path(3) / "__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    before = (directory / "metrics.jsonl").read_bytes()
-    refused = one_rank(PRETRAIN, "tiny.yaml", "--resume", *OVERRIDES, cwd=tmp_path)
-    assert refused.code == 2, refused.output
-    assert f"{path.relative_to(tmp_path)} is not what was written" in refused.stderr
-    assert "checkpoint.ckpt_step=2, or --resume=auto" in refused.stderr
-    assert "Traceback" not in refused.output
-    assert (directory / "metrics.jsonl").read_bytes() == before
-
+    flip_a_bit(path)
     # What a killed job left is swept.
     (checkpoints.root / ".iter_0000004.incomplete").mkdir()
     second = one_rank(PRETRAIN, *command, cwd=tmp_path)
@@ -162,6 +158,24 @@ def test_without_a_checkpoint_nothing_is_resumed(tiny: Tiny, tmp_path: Path) -> 
     assert ended.code == 2, ended.output
     assert "--resume never starts from initial weights" in ended.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_refused_by_the_file_and_nothing_is_changed(tiny: Tiny, tmp_path: Path) -> None:
+    tiny.write_config(tmp_path, tp=2)
+    ended = torchrun(2, "tiny.yaml", "checkpoint.save_interval=2", *OVERRIDES, cwd=tmp_path)
+    assert ended.code == 0, ended.output
+    directory = tmp_path / "runs" / "tiny"
+    path = CheckpointDirectory(directory / "checkpoints").path(TRAIN_ITERS) / "__1_0.distcp"
+    flip_a_bit(path)
+    before = (directory / "metrics.jsonl").read_bytes()
+    refused = torchrun(2, "tiny.yaml", "--resume", *OVERRIDES, cwd=tmp_path)
+    assert refused.code == 1, refused.output
+    assert "exitcode  : 2 " in refused.stderr
+    assert f"{path.relative_to(tmp_path)} is not what was written" in refused.stderr
+    assert "checkpoint.ckpt_step=4, or --resume=auto" in refused.stderr
+    assert "Traceback" not in refused.stdout
+    assert (directory / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
