@@ -115,7 +115,9 @@ def make_config(layout: tuple[int, Sections], precision: dict[str, Any], model: 
     return checkpoint_config(
         parallel=parallel,
         precision=precision,
-        model={"num_layers": num_layers, **sections.get("model", {}), **model},
+        # MXFP8's blocks of 32 do not span two ranks' parts of a sequence.
+        model={"num_layers": num_layers, "seq_length": 32 if precision.get("fp8_recipe") == "mxfp8" else 16}
+        | {**sections.get("model", {}), **model},
     )
 
 
