@@ -3,6 +3,7 @@
     checkpoints/
       iter_0000100/          a whole checkpoint: Megatron's files and our manifest
       .iter_0000200.incomplete/   being written, or left by a job that was killed
+      iter_0000300.abandoned/     a later one of a run that went on from an earlier one
       latest_checkpointed_iteration.txt
 
 A checkpoint is written under its hidden name, synced, given its manifest, renamed, and only then named as the latest:
@@ -135,6 +136,22 @@ class CheckpointDirectory:
             shutil.rmtree(doomed)
             removed.append(iteration)
         return removed
+
+    def set_aside(self, after: int) -> list[Path]:
+        """Rename checkpoints of later iterations, which a run that goes on from `after` leaves behind; returns where.
+
+        They stay on the disk as `iter_N.abandoned`, and are neither resumed from nor counted any more.
+        """
+        aside = []
+        for iteration in self.iterations():
+            if iteration > after:
+                path = self.root / f"{self.path(iteration).name}.abandoned"
+                shutil.rmtree(path, ignore_errors=True)
+                self.path(iteration).rename(path)
+                aside.append(path)
+        if aside:
+            write_whole(self.root / TRACKER, f"{after}\n")
+        return aside
 
     def sweep(self) -> list[Path]:
         """Remove what killed jobs left: half written, half removed. Called by one rank before training starts."""

@@ -94,8 +94,11 @@ def _open_run(config: Config, start: Start) -> tuple[Path | None, Recorder]:
     if run_directory is None:
         run_directory = create_run_directory(config)
     else:
-        CheckpointDirectory(run_directory / CHECKPOINTS).sweep()
-        iteration = 0 if start.checkpoint is None else read_manifest(start.checkpoint).iteration
+        checkpoints = CheckpointDirectory(run_directory / CHECKPOINTS)
+        checkpoints.sweep()
+        if start.checkpoint is not None:
+            iteration = read_manifest(start.checkpoint).iteration
+            checkpoints.set_aside(iteration)
         drop_records_after(run_directory / METRICS, iteration)
     (run_directory / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     sinks: list[Sink] = [
