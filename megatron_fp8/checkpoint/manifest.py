@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ MANIFEST = "manifest.json"
 # Each rank writes the sums of its own files beside them; the commit gathers them into the manifest.
 _SUMS_PREFIX = ".sums-"
 _BLOCK_BYTES = 1 << 22
+_MOST_THREADS = 4
 # The manifest's sum of itself, as a person would not notice a digit that changed.
 _OWN_SUM = "sha256"
 
@@ -62,11 +64,13 @@ class Manifest:
 
 def write_sums(directory: Path, rank: int, names: Iterable[str]) -> None:
     """Bring this rank's files to the disk, and note their sums for the commit."""
-    sums = {}
-    for name in names:
-        path = directory / name
-        sums[name] = asdict(file_sum(path))
-        sync(path)
+    paths = [directory / name for name in names]
+    # The disk is waited for while what it is to write is summed.
+    with ThreadPoolExecutor(_MOST_THREADS) as pool:
+        synced = [pool.submit(sync, path) for path in paths]
+        sums = dict(zip([path.name for path in paths], map(asdict, pool.map(file_sum, paths)), strict=True))
+        for future in synced:
+            future.result()
     write_whole(directory / f"{_SUMS_PREFIX}{rank:06d}.json", json.dumps(sums))
 
 

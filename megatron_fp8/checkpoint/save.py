@@ -163,7 +163,8 @@ def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> tuple[int,
     results: queue.Queue[Any] = queue.Queue()
     counts: queue.Queue[int] = queue.Queue()
     counts.put(number)
-    FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, results, counts, use_fsync=True)
+    # Brought to the disk while it is summed, in `write_sums`.
+    FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, results, counts, use_fsync=False)
     _, written = results.get_nowait()
     if isinstance(written, Exception):
         raise _system_error(written)

@@ -38,7 +38,8 @@ SERIES = {
     },
     "fp8": {"iteration"},
     "validation": {"iteration", "lm loss validation", "consumed-tokens"},
-    "end": {"iteration", "lm loss validation at start", "lm loss validation", "seconds"},
+    "checkpoint": {"iteration", "path", "bytes", "seconds", "hold-up-seconds", "removed"},
+    "end": {"iteration", "lm loss validation at start", "lm loss validation", "seconds", "stopped"},
 }
 TRAIN_LINE = re.compile(
     r"iteration +(\d+)/6 \| lm loss (\d+\.\d{4}) \| grad-norm (\d+\.\d{3}) \| learning-rate (\d\.\d\de[-+]\d\d)"
@@ -88,7 +89,13 @@ def finished(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 def test_the_run_directory_holds_config_metrics_and_console_log(finished: Finished) -> None:
-    assert sorted(content(finished.directory)) == ["config.yaml", "console.log", "metrics.jsonl"]
+    files = [name for name in content(finished.directory) if not name.startswith("checkpoints/")]
+    assert sorted(files) == ["config.yaml", "console.log", "metrics.jsonl"]
+    checkpoints = finished.directory / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        f"iter_{TRAIN_ITERS:07d}",
+        "latest_checkpointed_iteration.txt",
+    ]
     assert [path.name for path in (finished.start_directory / "runs").iterdir()] == ["tiny"]
 
 
@@ -109,6 +116,7 @@ def test_metrics_hold_the_documented_series(finished: Finished) -> None:
     assert [record["event"] for record in records if record["event"] not in ("train", "validation", "fp8")] == [
         "start",
         "ready",
+        "checkpoint",
         "end",
     ]
     # Scales of single tensors stand beside each training record.
@@ -166,7 +174,7 @@ def test_the_same_name_is_refused_and_nothing_changed(finished: Finished) -> Non
     assert ended.code == 1
     assert re.search(r"rank +: 0 .*\n +exitcode +: 2 ", ended.stderr), ended.output
     assert "the run directory runs/tiny exists, and nothing in it is overwritten" in ended.stderr
-    assert ended.stderr.count("use: run.name=tiny-2") == 1
+    assert ended.stderr.count("run.name=tiny-2") == 1
     assert ended.stdout == ""
     one_rank = pretrain("tiny.yaml", cwd=finished.start_directory, environment={"RANK": "0", "WORLD_SIZE": "2"})
     assert one_rank.code == 2, one_rank.output

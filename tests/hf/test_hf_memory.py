@@ -14,7 +14,7 @@ from megatron_fp8.config.schema import ModelConfig
 from megatron_fp8.hf.families import config_json, tensor_groups
 from megatron_fp8.hf.shards import write_shards
 
-VOCAB_SIZE, NUM_LAYERS = 2048, 10
+VOCAB_SIZE, NUM_LAYERS = 2048, 16
 MODEL = ModelConfig(
     num_layers=NUM_LAYERS,
     hidden_size=768,
@@ -24,8 +24,8 @@ MODEL = ModelConfig(
     seq_length=64,
 )
 LAYER_BYTES = 4 * 768 * (768 + 2 * 384 + 768 + 3 * 2304)
-# A thread's stack, which the progress display has, counts 8 MB.
-LIMIT_BYTES = 5 * LAYER_BYTES // 2
+# Stacks of threads (8 MB each: the progress display, sums of files) and what malloc keeps for them count too.
+LIMIT_BYTES = 4 * LAYER_BYTES
 # All that is needed is imported before the limit is set; what libraries allocate for themselves is not counted.
 PROGRAM = """
 import resource, sys
