@@ -147,7 +147,9 @@ def test_a_run_under_a_scheduler_is_started_again_and_again_in_one_way(tiny: Tin
     assert "taking iteration 2 instead" in resume["notes"]
     assert series(directory) == series(tmp_path / "runs" / "straight")
     assert [record["iteration"] for record in events(directory, "train")] == list(range(1, TRAIN_ITERS + 1))
-    assert checkpoints.iterations() == [2, 3, 4, TRAIN_ITERS]
+    # The damaged one was set aside.
+    assert checkpoints.iterations() == [2, 4, TRAIN_ITERS]
+    assert [path.name for path in checkpoints.root.glob("*.abandoned")] == ["iter_0000003.abandoned"]
     assert not list(checkpoints.root.glob(".iter*"))
 
 
