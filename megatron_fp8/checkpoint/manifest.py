@@ -19,7 +19,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 # Each rank writes the sums of its own files beside them; the commit gathers them into the manifest.
 _SUMS_PREFIX = ".sums-"
-_BLOCK_BYTES = 1 << 22
+_BLOCK_BYTES = 1 << 20
 _MOST_THREADS = 4
 # The manifest's sum of itself, as a person would not notice a digit that changed.
 _OWN_SUM = "sha256"
@@ -150,10 +150,12 @@ def damage(directory: Path, contents: bool = True, share: tuple[int, int] = (0, 
 def file_sum(path: Path) -> FileSum:
     """Size and SHA-256 of a file."""
     digest, num_bytes = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-            num_bytes += len(block)
+    # One buffer: several files are summed at once, also where memory is short.
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while length := file.readinto(block):
+            digest.update(block[:length])
+            num_bytes += length
     return FileSum(num_bytes, digest.hexdigest())
 
 
