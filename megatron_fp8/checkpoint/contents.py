@@ -1,8 +1,9 @@
 """Owns what a checkpoint holds, as named tensors of the whole model and this rank's boxes of them.
 
 Every name is free of the layout: `master.<parameter>`, `exp_avg.<parameter>`, `exp_avg_sq.<parameter>` in FP32,
-`precision.<name>` (FP8 scaling state), `rng.<stream>@<coordinates>`, `scalars`. The model's own weights are not there:
-they are the masters, rounded. Built on Megatron Core's `ShardedTensor`; must not know directories.
+`precision.<name>` (FP8 scaling state), `rng.<stream>@<coordinates>`; numbers are in the manifest. The model's own
+weights are not there: they are the masters, rounded. Built on Megatron Core's `ShardedTensor`; must not know
+directories.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,9 +84,10 @@ def fp8_weight_tensors(places: ModelPlaces) -> Iterator[tuple[Float8Tensor, list
     for parameter, name in places.names.items():
         if isinstance(parameter, Float8Tensor) and isinstance(parameter._quantizer, Float8Quantizer):
             copy, tp, _ = places.replica(parameter)
-            replica = (copy, tp, places.groups.dp.rank())
-            boxes = list(_cut(f"fp8_weights.{name}", parameter, 0, parameter._data.view(-1), places, replica))
-            every_rank = (copy, places.groups.tp.rank(), places.groups.dp.rank())
+            # Whatever the optimizer divides, every data-parallel rank has the whole bytes, and every rank the scale.
+            dp = places.groups.dp.rank()
+            boxes = list(_cut(f"fp8_weights.{name}", parameter, 0, parameter._data.view(-1), places, (copy, tp, dp)))
+            every_rank = (copy, places.groups.tp.rank(), dp)
             yield parameter, boxes, whole_tensor(f"fp8_weight_scales.{name}", parameter._scale_inv, every_rank)
 
 

@@ -81,7 +81,9 @@ class LiveState:
 
         None where none was saved.
         """
-        index = read_index(directory)
+        return self._own(directory, read_index(directory), name)
+
+    def _own(self, directory: Path, index: Mapping[str, StoredTensor], name: str) -> Tensor | None:
         mine = f"{name}@{stream_owner(self.places.groups)}"
         every = [key for key in index if key.startswith(f"{name}@")]
         same_layout = mine in index and len(every) == self.places.groups.world_size
@@ -116,7 +118,7 @@ class LiveState:
                 wanted.update(_by_place([*boxes, scale]))
         # The tensors are filled where they are.
         dist_checkpointing.load(wanted, str(directory), ("torch_dist", 1), validate_access_integrity=False)
-        scales = self._saved_scales(directory)
+        scales = self._saved_scales(directory, index)
         fp8_bytes = [(weight, weight._data.clone(), scale.data.clone()) for weight, _, scale in weights]
         for part, name, values, _ in states:
             scaled = not weights_only and part.scale(name) is not None
@@ -138,13 +140,13 @@ class LiveState:
         scales = [scale.view(1) for part in parts for name in NAMES if (scale := part.scale(name)) is not None]
         return {_SCALES: torch.cat(scales)} if scales else {}
 
-    def _saved_scales(self, directory: Path) -> Iterator[Tensor]:
+    def _saved_scales(self, directory: Path, index: Mapping[str, StoredTensor]) -> Iterator[Tensor]:
         """The scales that `_state_scales` gave on the same layout; none on another."""
         mine = self._state_scales().get(_SCALES)
-        stored = read_index(directory).get(f"{_SCALES}@{stream_owner(self.places.groups)}")
+        stored = index.get(f"{_SCALES}@{stream_owner(self.places.groups)}")
         if mine is None or stored is None or stored.shape != tuple(mine.shape):
             return iter(())
-        saved = self.load_own(directory, _SCALES)
+        saved = self._own(directory, index, _SCALES)
         return iter(()) if saved is None else iter(saved.to(self.device).split(1))
 
     def _restore_fp8_weights(self, saved: Sequence[tuple[Float8Tensor, Tensor, Tensor]]) -> None:

@@ -17,6 +17,29 @@ from typing import Any
 from megatron_fp8.checkpoint.manifest import CheckpointError
 
 INDEX = ".metadata"
+_DCP = "torch.distributed.checkpoint"
+# All that an index consists of, beside `torch.Size` and torch's dtypes. Named one by one: a dotted name in one of these
+# modules could mean whatever the module has imported.
+_CLASSES = frozenset(
+    {
+        ("torch.serialization", "_get_layout"),
+        (f"{_DCP}.filesystem", "_StorageInfo"),
+        *((f"{_DCP}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+        *(
+            (f"{_DCP}.metadata", name)
+            for name in (
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "BytesStorageMetadata",
+                "TensorStorageMetadata",
+                "ChunkStorageMetadata",
+                "TensorProperties",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+    }
+)
 _DTYPE_BYTES = {
     **{"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2},
     **{"float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1},
@@ -101,10 +124,7 @@ class _Reader(pickle.Unpickler):
             return tuple
         if module == "torch" and name in _DTYPE_BYTES:
             return name
-        if module.startswith("torch.distributed.checkpoint.") or (module, name) == (
-            "torch.serialization",
-            "_get_layout",
-        ):
+        if (module, name) in _CLASSES:
             return _Record
         raise CheckpointError(f"it would run {module}.{name}, which no index of tensors needs")
 
