@@ -53,11 +53,6 @@ class CheckpointWriter:
         self._pending: _Pending | None = None
         use_mailbox()
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether a checkpoint is on its way to the disk."""
-        return self._pending is not None
-
     def start(self, manifest: Manifest, own: Mapping[str, Tensor] | None = None) -> None:
         """Copy the state and begin to write it, with tensors that are this rank's `own`. Collective.
 

@@ -47,9 +47,9 @@ def whole_start(start: Start) -> tuple[Start, list[str]]:
             use = f"checkpoint.ckpt_step={older}, or --resume=auto" if older is not None else "another checkpoint"
             raise BadInputError(f"{found}\n    use: {use}")
         if older is None:
-            raise BadInputError(f"{found}\n    no older checkpoint in {start.checkpoint.parent} is whole")
+            raise BadInputError(f"{found}\n    no older checkpoint in {directory.root} is whole")
         notes.append(f"{found}; taking iteration {older} instead")
-        start = replace(start, checkpoint=start.checkpoint.parent / f"iter_{older:07d}")
+        start = replace(start, checkpoint=directory.path(older))
     return start, notes
 
 
