@@ -1,0 +1,65 @@
+"""Owns an evaluation during training: the losses of the validation sets, their total, and what is recorded of them.
+
+Must not know when evaluations happen or how samples are drawn.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from megatron_fp8.data.validation import ValidationSet
+from megatron_fp8.train.parts import TrainingParts
+from megatron_fp8.train.state import TrainState
+from megatron_fp8.train.step import LossSum
+
+SERIES = "lm loss validation"
+PERPLEXITY = "lm loss validation ppl"
+
+
+def evaluate(parts: TrainingParts, sets: Sequence[ValidationSet], state: TrainState) -> float | None:
+    """The total loss over the validation sets in nats per token, recorded with each set's own; None without sets.
+
+    Collective over all ranks. Training state is left as it was.
+    """
+    if not sets:
+        return None
+    sums = torch.stack([_loss_of(parts, validation_set).sum_and_tokens for validation_set in sets])
+    torch.distributed.all_reduce(sums)
+    losses = [_mean(*row) for row in sums.tolist()]
+    total = total_loss(losses, sums.tolist(), [each.weight for each in sets])
+    record = {"iteration": state.iteration, SERIES: total, PERPLEXITY: perplexity(total)}
+    for validation_set, loss in zip(sets, losses, strict=True):
+        if validation_set.name is not None:
+            record[f"{SERIES}/{validation_set.name}"] = loss
+            record[f"{PERPLEXITY}/{validation_set.name}"] = perplexity(loss)
+    parts.recorder.write("validation", {**record, "consumed-tokens": state.consumed_tokens})
+    return total
+
+
+def total_loss(
+    losses: Sequence[float], sums_and_tokens: Sequence[Sequence[float]], weights: Sequence[float | None]
+) -> float:
+    """The mean of the sets' losses by their weights, or without weights the mean over all tokens of all sets.
+
+    `weights`: all None, or with the sum 1.
+    """
+    if weights[0] is not None:
+        return sum(loss * (weight or 0.0) for loss, weight in zip(losses, weights, strict=True))
+    return _mean(sum(row[0] for row in sums_and_tokens), sum(row[1] for row in sums_and_tokens))
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinity where that is no number of FP64."""
+    return math.exp(loss) if loss < 700 or math.isnan(loss) else math.inf
+
+
+def _loss_of(parts: TrainingParts, validation_set: ValidationSet) -> LossSum:
+    steps = validation_set.num_samples // parts.config.training.global_batch_size
+    with parts.loader(validation_set.dataset, validation_set.num_samples) as loader:
+        iterators = loader.iterators(len(parts.chunks))
+        return LossSum.total([parts.stepper.evaluate(iterators, parts.batch_shape) for _ in range(steps)])
+
+
+def _mean(loss_sum: float, num_tokens: float) -> float:
+    return loss_sum / num_tokens if num_tokens > 0 else math.nan
