@@ -11,12 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-from pydantic import ValidationError
-
-from megatron_fp8.checkpoint.directory import CheckpointDirectory
-from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, damage, read_manifest
-from megatron_fp8.checkpoint.start import CHECKPOINTS
+from megatron_fp8.checkpoint.manifest import CheckpointError, damage
+from megatron_fp8.checkpoint.saved_model import MASTER, find_checkpoint, read_config
 from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.schema import Config
 from megatron_fp8.hf.families import config_json, tensor_groups
@@ -27,9 +23,8 @@ from megatron_fp8.hf.workplace import new_folder, require_new
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_fp8.hf.stored import TensorReader
+    from megatron_fp8.checkpoint.whole_tensors import TensorReader
 
-MASTER = "master."
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -69,7 +64,7 @@ def export_checkpoint(
     """
     require_new(folder)
     checkpoint = find_checkpoint(path)
-    config = _saved_config(checkpoint)
+    config = read_config(checkpoint)
     tokenizer = _tokenizer(config, settings) if settings.with_tokenizer else None
     # Every key that cannot be expressed, before a byte of the weights is read.
     config_json(config.model, vocab_size=1)
@@ -77,8 +72,8 @@ def export_checkpoint(
     if problems:
         raise CheckpointError(f"the checkpoint is damaged: {'; '.join(problems)}")
 
+    from megatron_fp8.checkpoint.whole_tensors import TensorReader
     from megatron_fp8.hf.shards import DTYPES, write_shards
-    from megatron_fp8.hf.stored import TensorReader
 
     reader = TensorReader(checkpoint)
     embedding = reader.index.get(MASTER + _EMBEDDING)
@@ -99,27 +94,6 @@ def export_checkpoint(
         tensors = _tensors(reader, groups, on_tensor)
         num_bytes = write_shards(place, shapes, DTYPES[dtype], settings.max_shard_bytes, tensors)
     return Exported(checkpoint, dtype, num_bytes, tuple(_notes(config)))
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or the latest of the directory of checkpoints, or of the run, at `path`."""
-    if (path / MANIFEST).is_file():
-        return path
-    for root in (path, path / CHECKPOINTS):
-        directory = CheckpointDirectory(root)
-        if directory.iterations():
-            latest = directory.latest()
-            return directory.path(directory.iterations()[-1] if latest is None else latest)
-    raise BadInputError(
-        f"there is no checkpoint at {path}: name a run directory, its {CHECKPOINTS}, or one of the checkpoints there"
-    )
-
-
-def _saved_config(checkpoint: Path) -> Config:
-    try:
-        return Config.model_validate(yaml.safe_load(read_manifest(checkpoint).config))
-    except (ValidationError, yaml.YAMLError) as error:
-        raise BadInputError(f"the config in {checkpoint / MANIFEST} cannot be read: {error}") from error
 
 
 def _tokenizer(config: Config, settings: ExportSettings) -> Path:

@@ -1,25 +1,20 @@
-"""Owns single tensors in checkpoint directories: read one, or write many of which each exists only while it is written.
+"""Owns writing a checkpoint's tensors, of which each exists only while it is written.
 
 Checkpoints are in torch's distributed format (Megatron's torch_dist); one process does without a process group. Must
 not know models or Hugging Face.
 """
 
 import json
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from megatron_fp8.checkpoint.index import read_index
-from megatron_fp8.checkpoint.manifest import CheckpointError, write_sums
+from megatron_fp8.checkpoint.manifest import write_sums
+from megatron_fp8.checkpoint.whole_tensors import one_process
 from megatron_fp8.hf.groups import Shape
 
 # What Megatron's loader reads beside the tensors: which format this is, and objects, of which there are none.
@@ -31,33 +26,6 @@ _MEGATRON_FORMAT = {
 }
 
 
-class TensorReader:
-    """Reads tensors of one checkpoint. Raises CheckpointError for a damaged file, or an index that holds code."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.index = read_index(checkpoint)
-        self._storage = _RememberingReader(checkpoint)
-
-    def read(self, name: str) -> Tensor:
-        """A whole tensor, on the CPU."""
-        stored = self.index[name]
-        tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        with _one_process(f"{name} cannot be read from {self._storage.checkpoint_id}", CheckpointError):
-            dcp.load({name: tensor}, storage_reader=self._storage, no_dist=True)
-        return tensor
-
-
-class _RememberingReader(dcp.FileSystemReader):
-    """Reads the index once, not for every tensor."""
-
-    _metadata: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
-        return self._metadata
-
-
 def write_tensors(directory: Path, shapes: Mapping[str, Shape], value: Callable[[str], Tensor]) -> None:
     """Write FP32 tensors into an empty directory in Megatron's format, a file each, and their sums.
 
@@ -66,7 +34,7 @@ def write_tensors(directory: Path, shapes: Mapping[str, Shape], value: Callable[
     placeholders = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
     # A file each: the ranks that load share the files. No copying ahead: that would hold two tensors.
     writer = _PathlessWriter(directory, single_file_per_rank=False, per_thread_copy_ahead=0, sync_files=False)
-    with _one_process(f"{directory} cannot be written", OSError):
+    with one_process(f"{directory} cannot be written", OSError):
         dcp.save(placeholders, storage_writer=writer, planner=_AskingPlanner(value), no_dist=True)
     (directory / "metadata.json").write_text(json.dumps(_MEGATRON_FORMAT), encoding="utf-8")
     torch.save({}, directory / "common.pt")
@@ -94,15 +62,3 @@ class _AskingPlanner(dcp.DefaultSavePlanner):
         if tensor.shape != write_item.tensor_data.size or tensor.dtype != torch.float32:
             raise RuntimeError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not FP32 {write_item.tensor_data.size}")
         return tensor
-
-
-@contextmanager
-def _one_process(failed: str, error_type: type[Exception]) -> Iterator[None]:
-    """Without torch's remark that there is no process group, which is meant; its errors as `error_type`."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except CheckpointException as error:
-            causes = "; ".join(str(cause) for cause, _ in error.failures.values())
-            raise error_type(f"{failed}: {causes}") from error

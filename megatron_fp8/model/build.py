@@ -44,6 +44,44 @@ def build_model(
     device: torch.device,
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks in DDP, with the initial weights in place."""
+    stages = build_stages(config, layout, vocab_size, groups, precision, device)
+    settings = InitSettings(
+        seed=config.training.seed,
+        std=config.model.init_method_std,
+        num_layers=config.model.num_layers,
+        vocab_size=vocab_size,
+        activation=config.model.activation,
+    )
+    chunks = []
+    for stage in stages:
+        init_parameters(global_parameters([stage]), settings, groups.tp)
+        chunks.append(
+            DistributedDataParallel(
+                stage.config,
+                ddp_config(config, precision.policy),
+                stage,
+                # Later chunks communicate while the first computes: one bucket each, as in Megatron.
+                disable_bucketing=bool(stage.spec.vp_stage) or config.parallel.overlap_param_gather,
+            )
+        )
+    attach_layers(precision, stages)
+    megatron_config = stages[0].config
+    megatron_config.finalize_model_grads_func = finalize_model_grads
+    if config.parallel.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return chunks
+
+
+def build_stages(
+    config: Config,
+    layout: Layout,
+    vocab_size: int,
+    groups: ParallelGroups,
+    precision: PrecisionManager,
+    device: torch.device,
+) -> list[GPTStage]:
+    """This rank's stages, which share one Megatron config; their weights are yet to be filled."""
     megatron_config = transformer_config(config, layout, precision.policy)
     factory = LayerFactory(
         model=config.model,
@@ -53,33 +91,15 @@ def build_model(
         dtype=precision.params_dtype,
         device=device,
     )
-    settings = InitSettings(
-        seed=config.training.seed,
-        std=config.model.init_method_std,
-        num_layers=config.model.num_layers,
-        vocab_size=vocab_size,
-        activation=config.model.activation,
-    )
-    chunks = []
-    for spec in stage_specs(layout, groups.pp.rank()):
-        stage = GPTStage(spec, config.model, megatron_config, factory, precision, vocab_size, layout.padded_vocab_size)
-        init_parameters(global_parameters([stage]), settings, groups.tp)
-        chunks.append(
-            DistributedDataParallel(
-                megatron_config,
-                ddp_config(config, precision.policy),
-                stage,
-                # Later chunks communicate while the first computes: one bucket each, as in Megatron.
-                disable_bucketing=bool(spec.vp_stage) or config.parallel.overlap_param_gather,
-            )
-        )
-    stages = [chunk.module for chunk in chunks]
+    return [
+        GPTStage(spec, config.model, megatron_config, factory, precision, vocab_size, layout.padded_vocab_size)
+        for spec in stage_specs(layout, groups.pp.rank())
+    ]
+
+
+def attach_layers(precision: PrecisionManager, stages: Sequence[GPTStage]) -> None:
+    """Give the precision manager charge of the stages' layers, whose weights must be in place."""
     precision.attach({stage.spec.first_layer + i: layer for stage in stages for i, layer in enumerate(stage.layers)})
-    megatron_config.finalize_model_grads_func = finalize_model_grads
-    if config.parallel.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in chunks]
-        megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    return chunks
 
 
 def global_parameters(stages: Sequence[GPTStage | DistributedDataParallel]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,0 +1,169 @@
+"""Owns a checkpoint's model on this rank, ready for forward passes: no optimizer, no gradients, no master weights.
+
+Its weights are the checkpoint's masters in the format of the parameters, its FP8 scales those that were saved. Runs
+under torchrun or in one process alone. Must not know what the model is asked.
+
+    saved = read_saved_model(path, InferenceSettings(tensor_model_parallel_size=2), world_size())
+    with open_model(saved) as model:
+        stepper = model.stepper()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_fp8 import device as devices
+from megatron_fp8.checkpoint.manifest import CheckpointError
+from megatron_fp8.checkpoint.saved_model import MASTER, SavedModel
+from megatron_fp8.config.layout import Layout, derive_layout
+from megatron_fp8.config.schema import Config
+from megatron_fp8.model.sharding import ParameterSharding, parameter_sharding
+from megatron_fp8.parallel.start import init_process_group
+from megatron_fp8.precision.policy import build_policy
+from megatron_fp8.report.library_warnings import hide_meaningless_warnings
+
+if TYPE_CHECKING:
+    # They look for CUDA when imported, so `devices.prepare()` comes first.
+    from megatron_fp8.checkpoint.whole_tensors import TensorReader
+    from megatron_fp8.model.gpt import GPTStage
+    from megatron_fp8.parallel.groups import ParallelGroups
+    from megatron_fp8.precision.manager import PrecisionManager
+    from megatron_fp8.train.step import BatchShape, Stepper
+
+_SCALING_STATE = "precision."
+# Weights that live in FP8 are saved as they are: bytes, and what to multiply them by.
+_FP8_BYTES, _FP8_SCALE = "fp8_weights.", "fp8_weight_scales."
+# A weight that its master does not determine, since that was rounded after it.
+_WEIGHT = "weight."
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model for forward passes, this rank's share of it.
+
+    `config`, `layout`: of this job, not of the run that made the checkpoint. `stages`: this rank's, in evaluation mode,
+    without Megatron's DDP; one. `notes`: what could not be carried over as it was, in words.
+    """
+
+    config: Config
+    layout: Layout
+    vocab_size: int
+    device: devices.Device
+    groups: ParallelGroups
+    precision: PrecisionManager
+    stages: Sequence[GPTStage]
+    notes: tuple[str, ...]
+
+    @property
+    def batch_shape(self) -> BatchShape:
+        """Sizes of what a stepper evaluates at a time on this rank."""
+        from megatron_fp8.train.step import BatchShape
+
+        layout = self.layout
+        return BatchShape(layout.num_microbatches, layout.seq_length, layout.micro_batch_size)
+
+    def stepper(self) -> Stepper:
+        """What evaluates batches; its `train` is not for these stages."""
+        from megatron_fp8.train.step import Stepper
+
+        return Stepper(self.stages, self.groups, self.precision, self.device.torch_device)
+
+
+@contextmanager
+def open_model(saved: SavedModel) -> Iterator[LoadedModel]:
+    """Start the process group, load the model, and take the group down at the end. Every rank of the job enters.
+
+    Without a launcher this process is the whole job. Raises CheckpointError as `load_model` does.
+    """
+    device = devices.prepare()
+    hide_meaningless_warnings(device.emulated)
+    parallel = saved.config.parallel
+    init_process_group(device.backend(parallel.distributed_backend), parallel.distributed_timeout_minutes)
+    yield load_model(saved, device)
+    # Not after an exception: other ranks may still be in a collective, for which this would wait.
+    torch.distributed.destroy_process_group()
+
+
+def load_model(saved: SavedModel, device: devices.Device) -> LoadedModel:
+    """Build this rank's share and fill it from the checkpoint; the process group runs. Collective over all ranks.
+
+    A tensor at a time is read whole and cut: beside the model itself a rank holds one parameter in FP32. Raises
+    CheckpointError when a file is damaged or the tensors are not those of the checkpoint's config.
+    """
+    from megatron_fp8.checkpoint.whole_tensors import TensorReader
+    from megatron_fp8.model.build import attach_layers, build_stages
+    from megatron_fp8.parallel.groups import amax_group, build_groups, seed_ranks
+    from megatron_fp8.precision.manager import PrecisionManager
+
+    config = saved.config
+    groups = build_groups(config.parallel)
+    seed_ranks(config.training.seed, groups)
+    layout = derive_layout(config, groups.world_size, saved.vocab_size)
+    policy = build_policy(config.precision, config.model.num_layers)
+    amaxes = amax_group(config.precision.amax_reduction, groups)
+    precision = PrecisionManager(policy, amaxes, device.torch_device)
+    stages = build_stages(config, layout, saved.vocab_size, groups, precision, device.torch_device)
+    attach_layers(precision, stages)
+    reader = TensorReader(saved.checkpoint)
+    notes = precision.load_state_dict(_scaling_state(reader) if policy.fp8 is not None else {})
+    _fill(stages, reader, config.model.activation, groups)
+    precision.fall_back(saved.fallen_back)
+    for stage in stages:
+        stage.eval().requires_grad_(False)
+    return LoadedModel(config, layout, saved.vocab_size, device, groups, precision, stages, tuple(notes))
+
+
+def _scaling_state(reader: TensorReader) -> dict[str, Tensor]:
+    names = [name for name in reader.index if name.startswith(_SCALING_STATE)]
+    state = {name.removeprefix(_SCALING_STATE): reader.read(name) for name in names}
+    return {name: tensor if name.startswith("layers.") else tensor.reshape(()) for name, tensor in state.items()}
+
+
+@torch.no_grad()
+def _fill(stages: Sequence[GPTStage], reader: TensorReader, activation: str, groups: ParallelGroups) -> None:
+    """Set every parameter; collective over the data-parallel group where weights live in FP8."""
+    from transformer_engine.pytorch import Float8Quantizer, QuantizedTensor
+    from transformer_engine.pytorch.tensor.utils import quantize_master_weights
+
+    from megatron_fp8.model.build import global_parameters
+
+    named = list(global_parameters(stages))
+    missing = [name for name, _ in named if MASTER + name not in reader.index]
+    if missing:
+        raise CheckpointError(f"the checkpoint does not hold its config's model: it lacks {', '.join(missing[:5])}")
+    for name, parameter in named:
+        sharding = parameter_sharding(name, activation)
+        if not isinstance(parameter, QuantizedTensor):
+            stored = _WEIGHT + name if _WEIGHT + name in reader.index else MASTER + name
+            parameter.copy_(_my_part(reader, stored, parameter, sharding, groups.tp))
+            continue
+        parameter.clear_high_precision_init_val()
+        if _FP8_SCALE + name in reader.index and isinstance(parameter._quantizer, Float8Quantizer):
+            parameter._data.copy_(_my_part(reader, _FP8_BYTES + name, parameter, sharding, groups.tp))
+            parameter._scale_inv.copy_(reader.read(_FP8_SCALE + name))
+            parameter._reset_caches()
+            continue
+        # As the optimizer does it in a step.
+        master = _my_part(reader, MASTER + name, parameter, sharding, groups.tp).to(parameter.device)
+        quantize_master_weights([parameter], [master.reshape(-1)], [0], groups.dp)
+
+
+def _my_part(
+    reader: TensorReader, stored: str, parameter: Tensor, sharding: ParameterSharding, tp: ProcessGroup
+) -> Tensor:
+    """This rank's part of a whole stored parameter, of the shape of `parameter`; rows that only pad are 0."""
+    shape = sharding.full_shape(parameter.shape, tp.size())
+    whole = reader.read(stored)
+    if whole.shape[1:] != tuple(shape[1:]) or len(whole) > shape[0]:
+        raise CheckpointError(f"{stored} has shape {list(whole.shape)}; the checkpoint's config makes it {shape}")
+    if len(whole) < shape[0]:
+        whole = torch.cat([whole, whole.new_zeros(shape[0] - len(whole), *shape[1:])])
+    return sharding.local_shard(whole, tp.rank(), tp.size())
