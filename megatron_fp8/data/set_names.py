@@ -21,13 +21,15 @@ def dataset_names(prefixes: Sequence[str]) -> list[str]:
             for part, length, name in zip(parts, lengths, names, strict=True)
         ]
         if longer == lengths:
-            return _without_ending(names)
+            # Two spellings of one path have the same parts.
+            return _without_ending(names) if len(counts) == len(names) else list(prefixes)
         lengths = longer
 
 
 def _without_ending(names: list[str]) -> list[str]:
     for ending in ("_text_document", "_document"):
         shorter = [name.removesuffix(ending) for name in names]
-        if all(name.endswith(ending) for name in names) and all(shorter) and len(set(shorter)) == len(names):
+        ended = all(name.endswith(ending) and PurePath(name).name != ending for name in names)
+        if ended and len(set(shorter)) == len(names):
             return shorter
     return names
