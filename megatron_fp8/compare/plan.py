@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_fp8.compare.modes import MODES
 from megatron_fp8.compare.work import RunTask
 from megatron_fp8.config.check import check_config
+from megatron_fp8.config.length import resolve_length
 from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.problem import BadInputError, ConfigError, Problem
 from megatron_fp8.data.check import check_data
@@ -60,11 +61,16 @@ def make_plan(path: Path, overrides: Sequence[str], modes: Sequence[str], num_se
     overrides = [*overrides, _NO_EVALUATION]
     base = load_config(path, overrides)
     data = check_data(base.config)
+    given = base
+    base, mistakes_of_length = resolve_length(given, data.epoch_samples)
+    if base is not given:
+        # What derives it looks at files; the runs' processes do not.
+        overrides = [*overrides, f"training.train_iters={base.config.training.train_iters}"]
     if base.config.model.vocab_size is None and data.vocab_size is not None:
         # torchao's model has no tokenizer to ask.
         overrides = [*overrides, f"model.vocab_size={data.vocab_size}"]
     # By what a person reads, the modes in which it was found.
-    found: dict[str, list[str]] = {str(problem): [] for problem in data.problems}
+    found: dict[str, list[str]] = {str(problem): [] for problem in [*data.problems, *mistakes_of_length]}
     for mode in modes:
         for problem in _mode_problems(path, overrides, mode, data.vocab_size):
             found.setdefault(str(problem), []).append(mode)

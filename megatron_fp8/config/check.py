@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from megatron_fp8.config.facts import WORLD_SIZE, Facts, Finding, divisors, to_problem
 from megatron_fp8.config.load import LoadedConfig
 from megatron_fp8.config.problem import Problem
-from megatron_fp8.config.rules_data import check_data_keys
+from megatron_fp8.config.rules_data import check_data_keys, check_length
 from megatron_fp8.config.rules_model import check_model
 from megatron_fp8.config.rules_optimizer import check_optimizer
 from megatron_fp8.config.rules_parallel import check_parallel
@@ -21,10 +21,16 @@ from megatron_fp8.config.schema import Config
 
 @dataclass(frozen=True)
 class DataReport:
-    """What a look at a config's files found: the tokenizer's size (None: unknown) and every mistake."""
+    """What a look at a config's files found: the tokenizer's size (None: unknown) and every mistake.
+
+    `epoch_samples`: samples of `training.train_epochs` epochs; None: not asked for, or unknown. `notes`: what a person
+    who asked for a check should know.
+    """
 
     vocab_size: int | None
     problems: tuple[Problem, ...]
+    epoch_samples: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 def all_findings(facts: Facts) -> Iterator[Finding]:
@@ -34,6 +40,7 @@ def all_findings(facts: Facts) -> Iterator[Finding]:
     yield from check_precision(facts)
     yield from check_optimizer(facts)
     yield from check_data_keys(facts)
+    yield from check_length(facts)
 
 
 def check_config(loaded: LoadedConfig, world_size: int | None, vocab_size: int | None) -> list[Problem]:

@@ -21,6 +21,7 @@ from megatron_fp8.config.check import DataReport, check_config
 from megatron_fp8.config.continuation import compare_with_saved
 from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.layout import Layout, derive_layout
+from megatron_fp8.config.length import resolve_length
 from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.rundir import reopen_run_directory, resolve_run_directory
@@ -42,13 +43,14 @@ class Command:
     """A command line that was understood and found right.
 
     `origins`: where each dotted key's value comes from. `vocab_size`: tokens of the tokenizer, before padding.
-    `start`: what the run starts from.
+    `start`: what the run starts from. `data_notes`: what a check should say about the files of data.
     """
 
     config: Config
     origins: Mapping[str, str]
     vocab_size: int
     start: Start
+    data_notes: tuple[str, ...] = ()
 
 
 def parse_command_line(
@@ -76,13 +78,13 @@ def parse_command_line(
         command, layout = _check(loaded, world_size, check_data, partial(choose_start, loaded.config, arguments.resume))
     except (UsageError, ConfigError) as error:
         speaker.end_with_mistake(str(error))
-    for warning in config_warnings(loaded, layout):
+    for warning in config_warnings(LoadedConfig(command.config, command.origins), layout):
         speaker.warn(str(warning))
     for note in command.start.notes:
         speaker.warn(note)
     if arguments.check:
-        summary = describe_world_sizes(loaded.config) if layout is None else summarize(loaded.config, layout)
-        speaker.end_with_answer(summary + "\n")
+        summary = describe_world_sizes(command.config) if layout is None else summarize(command.config, layout)
+        speaker.end_with_answer("\n".join([summary, *(f"  data       {note}" for note in command.data_notes), ""]))
     return command
 
 
@@ -123,7 +125,8 @@ def _check(
 ) -> tuple[Command, Layout | None]:
     """The command and its layout (None without a world size). Raises ConfigError with every mistake."""
     report = check_data(loaded.config)
-    problems = check_config(loaded, world_size, report.vocab_size)
+    loaded, problems = resolve_length(loaded, report.epoch_samples)
+    problems += check_config(loaded, world_size, report.vocab_size)
     problems += [_with_origin(problem, loaded) for problem in report.problems]
     try:
         start = _start(loaded.config, choose_start)
@@ -133,7 +136,7 @@ def _check(
         raise ConfigError.from_problems(problems)
     # No problem, so a tokenizer was read.
     assert report.vocab_size is not None
-    command = Command(loaded.config, loaded.origins, report.vocab_size, start)
+    command = Command(loaded.config, loaded.origins, report.vocab_size, start, report.notes)
     layout = None if world_size is None else derive_layout(loaded.config, world_size, report.vocab_size)
     return command, layout
 

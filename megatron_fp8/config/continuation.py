@@ -29,11 +29,25 @@ _FREE_IN_FIXED_SECTIONS = (
 )
 _OF_SCHEDULE = ("optimizer.",)
 # Change nothing about the training itself.
-_SILENT = ("run.", "logging.", "checkpoint.", "data.num_workers", "data.data_cache_path", "training.eval_")
+_SILENT = (
+    "run.",
+    "logging.",
+    "checkpoint.",
+    "data.num_workers",
+    "data.data_cache_path",
+    "training.eval_",
+    "training.multiple_validation_sets",
+    "training.full_validation",
+    # What they say is in training.train_iters.
+    "training.train_samples",
+    "training.train_epochs",
+)
 _REMARKS = {
-    "training.train_iters": "where data is read more than once, the order of the samples depends on it",
     "training.global_batch_size": "the samples come in the same order, more or fewer of them in a step",
-    "data.train_data_path": "the position in the data is counted in samples, whatever they are now",
+    **dict.fromkeys(
+        ("data.train_data_path", "data.data_path", "data.split"),
+        "the position in the data is counted in samples, whatever they are now",
+    ),
 }
 
 

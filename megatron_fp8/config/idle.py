@@ -22,7 +22,12 @@ def idle_keys(config: Config) -> Iterator[Idle]:
     yield from _model(config)
     yield from _checkpoint(config)
     if config.training.eval_iters == 0:
-        yield ["data.valid_data_path"], "training.eval_iters is 0", "training.eval_iters above 0"
+        keys = ["data.valid_data_path", "training.multiple_validation_sets", "training.full_validation"]
+        yield keys, "training.eval_iters is 0", "training.eval_iters above 0"
+    elif config.training.full_validation:
+        yield ["training.eval_iters"], "training.full_validation is true", "training.full_validation=false"
+    if not config.data.data_path:
+        yield ["data.split"], "data.data_path is empty", "data.data_path, or leave the key out"
 
 
 def _precision(config: Config) -> Iterator[Idle]:

@@ -41,7 +41,7 @@ _OTHER_NAMES = {
     "cp": "parallel.context_parallel_size",
     "max_steps": "training.train_iters",
     "train_steps": "training.train_iters",
-    "data_path": "data.train_data_path",
+    "num_train_epochs": "training.train_epochs",
     "num_kv_heads": "model.num_query_groups",
     "fp8": "precision.mode",
     "bf16": "precision.mode",

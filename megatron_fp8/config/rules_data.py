@@ -1,28 +1,69 @@
-"""Owns which data keys a run needs. What the files hold is the data part's matter. Imports no torch."""
+"""Owns which data keys a run needs, and which exclude one another. What the files hold is the data part's matter.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_fp8.config.facts import Alternative, Facts, Finding
+from megatron_fp8.config.facts import Alternative, Facts, Finding, multiples
 
 TOKENIZER = "data.tokenizer_model"
+BOTH = "data.data_path"
+PREFIXES = "the prefix of a token file (its path without .bin), or weight, prefix, weight, prefix, ..."
 
 
 def check_data_keys(facts: Facts) -> Iterator[Finding]:
-    """Every key without which no batch can be made."""
-    config = facts.config
-    prefixes = "the prefix of a token file (its path without .bin), or weight, prefix, weight, prefix, ..."
-    if not config.data.train_data_path:
-        yield Finding("training text", "data.train_data_path", "there is nothing to train on", (), prefixes)
-    if not config.data.valid_data_path and config.training.eval_iters > 0:
+    """Every key without which no batch can be made, and every two that contradict each other."""
+    data, training = facts.config.data, facts.config.training
+    if not data.train_data_path and not data.data_path:
+        yield Finding("training text", "data.train_data_path", "there is nothing to train on", (), PREFIXES)
+    if not data.valid_data_path and not data.data_path and training.eval_iters > 0:
         yield Finding(
             "validation text",
             "data.valid_data_path",
-            f"training.eval_iters={config.training.eval_iters} asks for evaluation, and there is no text for it",
+            f"training.eval_iters={training.eval_iters} asks for evaluation, and there is no text for it",
             (Alternative("training.eval_iters", [0]),),
-            prefixes,
+            PREFIXES,
         )
-    if config.data.tokenizer_model is None:
+    if data.tokenizer_model is None:
         reason = "the vocabulary and the token that ends documents come from it"
         yield Finding("tokenizer", TOKENIZER, reason, (), "the path of a tokenizer.json")
+    yield from _data_path(facts)
+
+
+def _data_path(facts: Facts) -> Iterator[Finding]:
+    data, training = facts.config.data, facts.config.training
+    if not data.data_path:
+        return
+    for key, paths in (("data.train_data_path", data.train_data_path), ("data.valid_data_path", data.valid_data_path)):
+        if paths:
+            reason = f"{BOTH} is set too, which data.split divides into training and validation"
+            yield Finding(f"{key} and {BOTH}", key, reason, (Alternative(key, [[]]), Alternative(BOTH, [[]])))
+    if training.full_validation and training.eval_iters > 0:
+        yield Finding(
+            "whole files of a split",
+            "training.full_validation",
+            f"it reads whole files, and those of {BOTH} hold the training's documents too",
+            (Alternative("training.full_validation", [False]),),
+            "data.train_data_path and data.valid_data_path with files of their own (tools/data.py split makes them)",
+        )
+
+
+def check_length(facts: Facts) -> Iterator[Finding]:
+    """The keys that say how long a run is: one of them, in whole steps."""
+    training = facts.config.training
+    samples, batch = training.train_samples, training.global_batch_size
+    if training.train_iters == 0 and samples is None and training.train_epochs is None:
+        reason = "nothing says how long the run is"
+        other = "training.train_iters=N, training.train_samples=N or training.train_epochs=N"
+        yield Finding("length", "training.train_iters", reason, (), other)
+    if samples is not None and training.train_epochs is not None:
+        reason = f"training.train_samples={samples} says how long the run is"
+        nothing = Alternative("training.train_epochs", [None]), Alternative("training.train_samples", [None])
+        yield Finding("two lengths", "training.train_epochs", reason, nothing)
+    if samples is not None and samples % batch:
+        reason = f"it is not a multiple of training.global_batch_size={batch}, and steps are whole"
+        near = Alternative("training.train_samples", multiples(samples, batch, batch))
+        yield Finding("samples", "training.train_samples", reason, (near,))

@@ -29,6 +29,9 @@ def check_optimizer(facts: Facts) -> Iterator[Finding]:
                 ),
             )
     decay = optimizer.lr_decay_iters or facts.config.training.train_iters
+    if decay == 0:
+        # Not known: another rule asks for the length, or the files that decide it have mistakes.
+        return
     decay_key = DECAY if optimizer.lr_decay_iters else "training.train_iters"
     longer = Alternative(decay_key, [optimizer.lr_warmup_iters + (optimizer.lr_wsd_decay_iters or 0) + 1])
     if optimizer.lr_warmup_iters >= decay:

@@ -70,12 +70,20 @@ class TrainingConfig(Section):
     """Samples per rank in one forward/backward pass."""
     global_batch_size: int = Field(ge=1)
     """Samples per optimizer step over all ranks."""
-    train_iters: int = Field(ge=1)
-    """Optimizer steps of the whole run."""
+    train_iters: int = Field(default=0, ge=0)
+    """Optimizer steps of the whole run; 0: as train_samples or train_epochs says."""
+    train_samples: int | None = Field(default=None, ge=1)
+    """Length of the run in samples, a multiple of global_batch_size, instead of train_iters."""
+    train_epochs: float | None = Field(default=None, gt=0)
+    """Length of the run in passes over the training text, in whole steps, instead of train_iters."""
     eval_interval: int = Field(default=1000, ge=0)
     """Steps between evaluations; 0: only at the start and the end."""
     eval_iters: int = Field(default=10, ge=0)
     """Global batches per evaluation, always the same ones; 0: no evaluation."""
+    multiple_validation_sets: bool = False
+    """Evaluate each file of data.valid_data_path alone, eval_iters global batches of it, with a series of its own."""
+    full_validation: bool = False
+    """Evaluate on the whole of every validation file, each token once, instead of eval_iters global batches."""
     seed: int = Field(default=1234, ge=0)
     """Seed of weights, sample order and dropout."""
 
@@ -118,6 +126,10 @@ class DataConfig(Section):
     """Prefixes of token files, or a blend: weight, prefix, weight, prefix, ..."""
     valid_data_path: list[str] = Field(default_factory=list)
     """The same for validation."""
+    data_path: list[str] = Field(default_factory=list)
+    """The same for both at once, instead of the two: `split` divides each file's documents between them."""
+    split: str | None = None
+    """Shares of training, validation and test in the documents of data_path; null: 969,30,1."""
     tokenizer_model: str | None = None
     """Path of the `tokenizer.json` that made the files."""
     data_cache_path: str | None = None
@@ -126,6 +138,10 @@ class DataConfig(Section):
     """Threads that read batches ahead, per data-parallel rank; 0: read in the loop."""
     eod_mask_loss: bool = False
     """Leave what follows an end-of-document token (the first token of the next document) out of the loss."""
+    reset_position_ids: bool = False
+    """Count positions from 0 again after an end-of-document token."""
+    reset_attention_mask: bool = False
+    """Keep documents apart that lie in one sample: no token attends one before an end-of-document token."""
 
 
 class LoggingConfig(Section):

@@ -1,4 +1,5 @@
-"""Owns the meaning of a data path list: prefixes of token files, or weight, prefix, weight, prefix, ...
+"""Owns the meaning of a data path list: prefixes of token files, or weight, prefix, weight, prefix, ...; and of a split
+of their documents into training, validation and test, such as 969,30,1.
 
 Imports no torch and opens no file.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 
 class BlendError(Exception):
@@ -25,6 +27,13 @@ class Blend:
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
+    share: tuple[float, float] = (0.0, 1.0)
+    """From where to where each prefix's documents are read, as parts of their number."""
+
+    def documents(self, num_documents: int) -> range:
+        """Which of a prefix's `num_documents` documents are read; rounded as Megatron does."""
+        begin, end = (round(part * num_documents) for part in self.share)
+        return range(begin, end)
 
 
 def parse_blend(entries: Sequence[str]) -> Blend:
@@ -48,6 +57,21 @@ def parse_blend(entries: Sequence[str]) -> Blend:
         if not (weight > 0 and math.isfinite(weight)):
             raise BlendError(f"the weight of {prefix} is {weight}", "use a positive weight, or leave it out")
     return blend
+
+
+def parse_split(split: str) -> tuple[tuple[float, float], ...]:
+    """The shares of training, validation and test that `split` spells, read as Megatron reads `--split`.
+
+    "969,30,1" gives (0, 0.969), (0.969, 0.999), (0.999, 1): parts of each prefix's documents, in the file's order.
+    Numbers that are missing are 0. Raises BlendError for anything but one to three numbers with a sum above 0.
+    """
+    numbers = [_number_of(part) for part in split.split(",")]
+    parts = [number for number in numbers if number is not None and number >= 0 and math.isfinite(number)]
+    if not len(parts) == len(numbers) <= 3 or sum(parts) == 0:
+        raise BlendError("it is not one to three numbers, 0 or more", "use 969,30,1: training, validation, test")
+    ends = list(accumulate(part / sum(parts) for part in parts))
+    ends = [0.0, *ends, *[ends[-1]] * (3 - len(ends))]
+    return tuple(pairwise(ends))
 
 
 def _check_prefix(prefix: str, prefixes: tuple[str, ...]) -> None:

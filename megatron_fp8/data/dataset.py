@@ -1,4 +1,5 @@
-"""Owns the making of train and validation datasets: config and token files -> Megatron Core's `GPTDataset`s.
+"""Owns the making of train and validation datasets: config and token files -> Megatron Core's `GPTDataset`s, in our
+own order (`data/order.py` says why).
 
 Must not know ranks' coordinates (the caller says whether this rank reads), devices or batches. On machines
 without CUDA the stand-in must be in place before this is imported, as for every import of Megatron Core.
@@ -6,30 +7,33 @@ without CUDA the stand-in must be in place before this is imported, as for every
 
 from __future__ import annotations
 
-import platform
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch.distributed
-from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import Split as MegatronSplit
 from torch.utils.data import Dataset
 
 from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.schema import Config
-from megatron_fp8.data.blend import Blend, BlendError, parse_blend
-from megatron_fp8.data.index_cache import build_cached, cache_key
-from megatron_fp8.data.token_file import read_index
+from megatron_fp8.data.blend import Blend
+from megatron_fp8.data.compiled_helpers import HelpersError, compiled_helpers
+from megatron_fp8.data.index_cache import Key, build_cached, cache_key
+from megatron_fp8.data.order import Order
+from megatron_fp8.data.split_order import SplitOrder, build_order, load_order, save_order
+from megatron_fp8.data.splits import DataKeyError, train_blend, valid_blend
+from megatron_fp8.data.token_file import bin_path, read_index
 from megatron_fp8.data.tokenizer import Tokenizer
+from megatron_fp8.data.validation import ValidationSet, drawn_sets, whole_sets
 
 Sample = dict[str, torch.Tensor]
 """What a dataset gives: `tokens`, `labels`, `position_ids` int64 [s], `loss_mask` float32 [s]."""
+ORDER_VERSION = 1
+"""Part of the cache's key: raised when the same settings would give another order or other files."""
 
 
 class DataError(BadInputError):
@@ -38,14 +42,12 @@ class DataError(BadInputError):
 
 @dataclass(frozen=True)
 class Datasets:
-    """Samples in the order of the seed; None: this rank does not read, or there is no validation."""
+    """`train`: samples in the order of the seed, None on ranks that do not read. `valid`: what evaluations read."""
 
     train: Dataset[Sample] | None
-    valid: Dataset[Sample] | None
+    valid: tuple[ValidationSet, ...]
     num_train_samples: int
     """train_iters x global_batch_size."""
-    num_valid_samples: int
-    """eval_iters x global_batch_size: the same samples at every evaluation."""
 
 
 class MegatronTokenizer:
@@ -54,91 +56,148 @@ class MegatronTokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.vocab_size = tokenizer.vocab_size
         self.eod = tokenizer.eod_id
-        # Part of Megatron's names of index files: what the indices depend on is in our own key already.
         self.unique_identifiers = OrderedDict(vocab_size=self.vocab_size, eod=self.eod)
 
 
-class DatasetBuilder(BlendedMegatronDatasetBuilder):
-    """Megatron Core's builder, usable without a process group and with blends of many small shares.
+class FileSamples(GPTDataset):
+    """The samples of one token file in a given order, as Megatron Core reads them.
 
-    To save a blend's own index, Megatron Core 0.16 asks for the rank without looking whether there are ranks;
-    without a process group that index, quick to make, is kept in memory.
-
-    For a blend of n datasets and T samples, Megatron Core makes ceil(T w) samples of weight w, and 0.5 % more. It
-    draws from a total of up to T + n (each share is rounded up), and its greedy draw is less than one sample ahead
-    of the weight: up to w (T + n) + 1. So n + 1 samples more always suffice; without them a dataset that an epoch
-    does not happen to make longer is overdrawn, which is an error.
+    Reading raises DataError for a token id beyond the vocabulary: before a run only a part of a large file is read
+    for them, and a GPU would say "device-side assert".
     """
 
-    def _build_megatron_datasets_parallel(
-        self, prefixes: list[str], split: list[Any], sizes_per_dataset: list[list[int | None]]
-    ) -> Any:
-        """As in Megatron Core, with `sizes_per_dataset[dataset][split]` raised by the margin above."""
-        margin = len(prefixes) + 1
-        raised = [[size + margin if size else size for size in sizes] for sizes in sizes_per_dataset]
-        return super()._build_megatron_datasets_parallel(prefixes, split, raised)
+    def __init__(self, prefix: str, order: Order, config: GPTDatasetConfig) -> None:
+        self._order = order
+        self._prefix = prefix
+        file = GPTDataset.build_low_level_dataset(prefix, config)
+        super().__init__(file, prefix, order.document_index, len(order.shuffle_index), MegatronSplit.train, config)
 
-    @staticmethod
-    def build_generic_dataset(
-        cls: Any, is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
-    ) -> Any:
-        """As in Megatron Core; the last of `args` is the dataset's config."""
-        if cls is BlendedDataset and not torch.distributed.is_initialized():
-            *others, config = args
-            args = (*others, replace(config, path_to_cache=None))
-        return BlendedMegatronDatasetBuilder.build_generic_dataset(cls, is_built_on_rank, synchronize_ranks, *args)
+    def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
+        return self._order.document_index, self._order.sample_index, self._order.shuffle_index
+
+    def __getitem__(self, idx: int | None) -> Sample:
+        """Sample `idx` of the order."""
+        sample: Sample = super().__getitem__(idx)
+        largest = max(int(sample["tokens"].max()), int(sample["labels"].max()))
+        if largest >= self.config.tokenizer.vocab_size:
+            raise DataError(
+                f"{bin_path(self._prefix)} holds token id {largest} (sample {idx}), the vocabulary has "
+                f"{self.config.tokenizer.vocab_size} tokens: tools/data.py verify finds every such id"
+            )
+        return sample
+
+
+class BlendedSamples(Dataset[Sample]):
+    """The samples of several token files, each time from the file that the order names."""
+
+    def __init__(self, files: Sequence[FileSamples | None], order: SplitOrder) -> None:
+        assert order.blend is not None
+        self._files = files
+        self._order = order
+        self._num_samples = len(order.blend.file_of)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        number, sample = self._order.locate(index)
+        file = self._files[number]
+        # One of which no sample is drawn is not opened.
+        assert file is not None
+        return file[sample]
 
 
 def build_datasets(config: Config, tokenizer: Tokenizer, reads_data: bool = True) -> Datasets:
     """The datasets of a run.
 
-    With torch.distributed initialised every rank must call this: rank 0 builds the indices while the others
-    wait. `reads_data`: whether this rank reads samples (rank 0 has to).
+    With torch.distributed initialised every rank must call this: one rank of each disk builds the indices while the
+    others wait. `reads_data`: whether this rank reads samples (rank 0 has to).
 
     Raises DataError for missing or meaningless data paths and a Megatron Core without its compiled helpers,
-    IndexCacheError for a directory of indices that cannot be used, TokenFileError for a broken token file.
+    IndexCacheError for indices that cannot be built or kept, TokenFileError for a broken token file.
     """
-    _require_compiled_helpers()
     training = config.training
-    num_train = training.train_iters * training.global_batch_size
-    num_valid = training.eval_iters * training.global_batch_size
-    train = _weighted(config.data.train_data_path, "data.train_data_path")
-    valid = _weighted(config.data.valid_data_path, "data.valid_data_path") if num_valid else None
-    prefixes = [*train.prefixes, *(valid.prefixes if valid else ())]
-    settings = {
-        "seed": training.seed,
-        "seq_length": config.model.seq_length,
-        "num_samples": [num_train, num_valid],
-        "blends": [repr(train), repr(valid)],
-        "megatron_core": version("megatron-core"),
-    }
+    draws = _draws(config)
+    prefixes = sorted({prefix for draw in draws for prefix in draw.blend.prefixes})
+    if reads_data:
+        # By every rank that reads, and not by the builder alone: each then reports a broken file of its own.
+        for prefix in prefixes:
+            read_index(prefix)
+
+    def key() -> Key:
+        settings = {
+            "version": ORDER_VERSION,
+            "seed": training.seed,
+            "seq_length": config.model.seq_length,
+            "draws": [repr(draw) for draw in draws],
+        }
+        return cache_key(prefixes, settings)
+
+    def build(directory: Path) -> None:
+        for draw in draws:
+            order = build_order(draw.blend, config.model.seq_length, training.seed, draw.num_samples)
+            save_order(order, directory, draw.name)
+
     root = config.data.data_cache_path
-    build = partial(_build, config, tokenizer, (train, valid), (num_train, num_valid), reads_data)
-    built = build_cached(
-        Path(root) if root is not None else Path(prefixes[0]).parent / "cache",
-        lambda: cache_key(prefixes, settings),
-        build,
-    )
-    for dataset, wanted, key in zip(built, (num_train, num_valid), ("train", "valid"), strict=True):
-        if dataset is not None and len(dataset) < wanted:
-            raise DataError(f"data.{key}_data_path gives {len(dataset)} samples; {wanted} are needed")
-    return Datasets(*built, num_train_samples=num_train, num_valid_samples=num_valid)
+    parent = Path(draws[0].blend.prefixes[0]).parent
+    directory = build_cached(Path(root) if root is not None else parent / "cache", key, build, reads_data)
+    made: list[Dataset[Sample] | None] = [None] * len(draws)
+    if directory is not None:
+        orders = [load_order(directory, draw.name, len(draw.blend.prefixes)) for draw in draws]
+        made = [_dataset(config, tokenizer, draw.blend, order) for draw, order in zip(draws, orders, strict=True)]
+    return Datasets(made[0], _validation(config, tokenizer, made[1:], reads_data), draws[0].num_samples)
 
 
-def _build(
-    config: Config,
-    tokenizer: Tokenizer,
-    blends: tuple[Blend, Blend | None],
-    sizes: tuple[int, int],
-    reads_data: bool,
-    directory: Path,
-) -> tuple[Any, Any]:
-    """Train and validation dataset through Megatron Core's builder, indices in `directory`."""
+@dataclass(frozen=True)
+class _Draw:
+    """So many samples of a blend, in an order of their own."""
+
+    name: str
+    blend: Blend
+    num_samples: int
+
+
+def _draws(config: Config) -> list[_Draw]:
+    """What is drawn in a shuffled order: training, then each validation set."""
+    training = config.training
+    try:
+        compiled_helpers()
+        draws = [_Draw("train", train_blend(config.data), training.train_iters * training.global_batch_size)]
+        if training.eval_iters == 0:
+            return draws
+        valid = valid_blend(config.data)
+    except (DataKeyError, HelpersError) as error:
+        raise DataError(str(error)) from error
+    if training.full_validation:
+        return draws
+    num_samples = training.eval_iters * training.global_batch_size
+    if training.multiple_validation_sets:
+        return draws + [
+            _Draw(f"valid{number}", replace(valid, prefixes=(prefix,), weights=None), num_samples)
+            for number, prefix in enumerate(valid.prefixes)
+        ]
+    return [*draws, _Draw("valid", valid, num_samples)]
+
+
+def _validation(
+    config: Config, tokenizer: Tokenizer, made: list[Dataset[Sample] | None], reads_data: bool
+) -> tuple[ValidationSet, ...]:
+    """The validation sets; `made`: the datasets of those that are drawn."""
+    training = config.training
+    if training.eval_iters == 0:
+        return ()
+    valid = valid_blend(config.data)
+    if training.full_validation:
+        return whole_sets(config, valid, tokenizer.eod_id, reads_data)
+    built = made if training.multiple_validation_sets else made[0]
+    return drawn_sets(config, valid, built, training.eval_iters * training.global_batch_size)
+
+
+def _dataset(config: Config, tokenizer: Tokenizer, blend: Blend, order: SplitOrder) -> Dataset[Sample]:
     dataset_config = GPTDatasetConfig(
         random_seed=config.training.seed,
         sequence_length=config.model.seq_length,
-        blend_per_split=[_megatron_blend(blend) for blend in (*blends, None)],
-        path_to_cache=str(directory),
+        blend_per_split=[(list(blend.prefixes), None), None, None],
         tokenizer=MegatronTokenizer(tokenizer),
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -146,40 +205,11 @@ def _build(
         # Attention is causal by itself; a mask would cost [s, s] bytes a sample.
         create_attention_mask=False,
     )
-    builder = DatasetBuilder(GPTDataset, [*sizes, 0], lambda: reads_data, dataset_config)
-    train, valid, _ = builder.build()
-    return train, valid
-
-
-def _weighted(entries: list[str], key: str) -> Blend:
-    """The blend of a config key; several prefixes without weights get their numbers of tokens as weights.
-
-    Left to itself Megatron Core gives such a list one epoch and no more, whatever the run needs.
-    """
-    try:
-        blend = parse_blend(entries)
-    except BlendError as error:
-        raise DataError(f"{key} = {entries}: {error.reason}; {error.use_instead}") from error
-    # Read even where no weights are missing: every rank then reports a broken file, not rank 0 alone.
-    indices = [read_index(prefix) for prefix in blend.prefixes]
-    if blend.weights is None and len(indices) > 1:
-        return replace(blend, weights=tuple(float(index.num_tokens) for index in indices))
-    return blend
-
-
-def _megatron_blend(blend: Blend | None) -> tuple[list[str], list[float] | None] | None:
-    if blend is None:
-        return None
-    return list(blend.prefixes), list(blend.weights) if blend.weights is not None else None
-
-
-def _require_compiled_helpers() -> None:
-    try:
-        import megatron.core.datasets.helpers_cpp  # noqa: F401
-    except ImportError as error:
-        raise DataError(
-            f"megatron-core {version('megatron-core')} has no compiled megatron.core.datasets.helpers_cpp "
-            f"for Python {platform.python_version()} on {platform.machine()}: {error}. Install a wheel of "
-            f"megatron-core for this platform, or compile it where megatron-core is installed "
-            f"(pybind11 and a C++ compiler are needed)"
-        ) from error
+    files = [
+        FileSamples(prefix, of_file, dataset_config) if of_file is not None else None
+        for prefix, of_file in zip(blend.prefixes, order.files, strict=True)
+    ]
+    if order.blend is None:
+        assert files[0] is not None
+        return files[0]
+    return BlendedSamples(files, order)

@@ -1,19 +1,18 @@
-"""Owns the check of token files before a run: is each pair whole, and does it fit vocabulary and sequence?
+"""Owns the check of token files before a run: is each pair whole, and do its ids fit the vocabulary?
 
 Imports no torch, so that it runs before processes start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fp8.config.problem import Problem
-from megatron_fp8.data.blend import BlendError, parse_blend
 from megatron_fp8.data.token_file import TokenFileError, TokenIndex, bin_path, read_index
-from megatron_fp8.data.tokenizer import Tokenizer, TokenizerError
 
 READ_WHOLE_UP_TO_BYTES = 64 * 2**20
 SAMPLE_BYTES = 2**20
@@ -21,39 +20,33 @@ NUM_SAMPLES = 64
 MAKE_AGAIN = "make the pair again with tools/preprocess_data.py"
 
 
-def check_data_path(
-    entries: Sequence[str], vocab_size: int, seq_length: int, key: str = "data.train_data_path"
-) -> list[Problem]:
-    """Every mistake of a list of data paths (prefixes, or a blend) and of the token files it names."""
-    try:
-        blend = parse_blend(entries)
-    except BlendError as error:
-        return [Problem(key, list(entries), error.reason, error.use_instead)]
-    problems = []
-    for prefix in blend.prefixes:
-        problems += check_token_file(prefix, vocab_size, seq_length, key)
-    return problems
+@dataclass(frozen=True)
+class _BadId:
+    """A token id outside the vocabulary, and its place in the file."""
+
+    token_id: int
+    position: int
 
 
-def check_tokenizer(path: str, key: str = "data.tokenizer_model") -> list[Problem]:
-    """The mistake of a tokenizer path, if any."""
-    try:
-        Tokenizer.load(path)
-    except TokenizerError as error:
-        return [Problem(key, path, error.reason, error.use_instead)]
-    return []
+def bytes_read_for_ids(prefix: str) -> int:
+    """How many bytes of a `.bin` `check_token_file` reads, unless it is told to read them all."""
+    size = bin_path(prefix).stat().st_size
+    return size if size <= READ_WHOLE_UP_TO_BYTES else NUM_SAMPLES * SAMPLE_BYTES
 
 
 def check_token_file(
-    prefix: str, vocab_size: int, seq_length: int | None = None, key: str = "data.train_data_path"
+    prefix: str,
+    vocab_size: int,
+    key: str = "data.train_data_path",
+    read_all: bool = False,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> list[Problem]:
-    """Every mistake of the pair `PREFIX.bin`, `PREFIX.idx`.
-
-    Missing, damaged, of two different files, with ids beyond `vocab_size`, with fewer tokens than one sample
-    of `seq_length` takes (None: not asked).
+    """Every mistake of the pair `PREFIX.bin`, `PREFIX.idx`: missing, damaged, of two different files, with ids
+    beyond `vocab_size`.
 
     Ids are all read up to 64 MiB of `.bin`; of a larger file 64 evenly spaced MiB are, the first and the last
-    among them: a file of another tokenizer shows in any of them, a full read would cost minutes.
+    among them, unless `read_all`: a file of another tokenizer shows in any of them, a full read would cost minutes.
+    `on_bytes` gets the number of bytes of each part that was read.
     """
     try:
         index = read_index(prefix)
@@ -63,28 +56,20 @@ def check_token_file(
     if mistake is not None:
         # Ids are not worth reading: where they start and end is unknown.
         return [Problem(key, prefix, mistake, MAKE_AGAIN)]
-    problems = []
-    smallest, largest = _range_of_ids(prefix, index)
-    if largest >= vocab_size or smallest < 0:
-        bad = largest if largest >= vocab_size else smallest
-        problems.append(
-            Problem(
-                key,
-                prefix,
-                f"it holds token id {bad}, the vocabulary has {vocab_size} tokens: another tokenizer made it",
-                "set data.tokenizer_model to the tokenizer that made the file, or make the file again",
-            )
+    bad = _bad_id(prefix, index, vocab_size, read_all, on_bytes)
+    if bad is None:
+        return []
+    ends = np.cumsum(index.lengths_tokens, dtype=np.int64)
+    document = int(np.searchsorted(ends, bad.position, side="right"))
+    return [
+        Problem(
+            key,
+            prefix,
+            f"it holds token id {bad.token_id}, the vocabulary has {vocab_size} tokens: another tokenizer made it, or "
+            f"it is damaged (token {bad.position} of the file, in document {document})",
+            "set data.tokenizer_model to the tokenizer that made the file, or make the file again",
         )
-    if seq_length is not None and index.num_tokens < seq_length + 1:
-        problems.append(
-            Problem(
-                key,
-                prefix,
-                f"it has {index.num_tokens} tokens; one sample takes seq_length + 1 = {seq_length + 1}",
-                f"use more text, or model.seq_length={max(index.num_tokens - 1, 1)} or less",
-            )
-        )
-    return problems
+    ]
 
 
 def _mistake_of_pair(prefix: str, index: TokenIndex) -> str | None:
@@ -112,22 +97,28 @@ def _mistake_of_pair(prefix: str, index: TokenIndex) -> str | None:
     return None
 
 
-def _range_of_ids(prefix: str, index: TokenIndex) -> tuple[int, int]:
-    """Smallest and largest id that was read."""
-    ranges = [(int(part.min()), int(part.max())) for part in _parts_to_read(prefix, index.dtype) if len(part) > 0]
-    if not ranges:
-        return 0, 0
-    return min(low for low, _ in ranges), max(high for _, high in ranges)
+def _bad_id(
+    prefix: str, index: TokenIndex, vocab_size: int, read_all: bool, on_bytes: Callable[[int], None] | None
+) -> _BadId | None:
+    """The first id outside the vocabulary in what is read."""
+    for start, part in _parts_to_read(prefix, index.dtype, read_all):
+        if len(part) and (int(part.max()) >= vocab_size or int(part.min()) < 0):
+            place = int(np.flatnonzero((part >= vocab_size) | (part < 0))[0])
+            return _BadId(int(part[place]), start + place)
+        if on_bytes is not None:
+            on_bytes(part.nbytes)
+    return None
 
 
-def _parts_to_read(prefix: str, dtype: np.dtype) -> Iterator[NDArray[np.integer]]:
+def _parts_to_read(prefix: str, dtype: np.dtype, read_all: bool) -> Iterator[tuple[int, NDArray[np.integer]]]:
+    """(first token, tokens) of the parts of a `.bin`."""
     if bin_path(prefix).stat().st_size == 0:
         return
     tokens = np.memmap(bin_path(prefix), dtype=dtype, mode="r")
     part_tokens = SAMPLE_BYTES // dtype.itemsize
-    if tokens.nbytes <= READ_WHOLE_UP_TO_BYTES:
+    if read_all or tokens.nbytes <= READ_WHOLE_UP_TO_BYTES:
         starts = np.arange(0, len(tokens), part_tokens)
     else:
         starts = np.linspace(0, len(tokens) - part_tokens, NUM_SAMPLES).astype(np.int64)
     for start in starts:
-        yield tokens[start : start + part_tokens]
+        yield int(start), tokens[start : start + part_tokens]

@@ -103,7 +103,7 @@ def test_a_value_is_read_as_its_key_means_it(tmp_path: Path, text: str, key: str
         ("training.train_iters=[1]", "not a list"),
         ("training.train_iters={a: 1}", "not a mapping"),
         ("training.train_iters=null", "null is not one"),
-        ("training.train_iters=0", "at least 1"),
+        ("training.train_iters=-1", "at least 0"),
         ("optimizer.lr=fast", "not a number"),
         ("optimizer.lr=.inf", "not a number, above 0"),
         ("optimizer.lr=nan", "not a number, above 0"),
@@ -176,7 +176,7 @@ def test_missing_keys_are_reported_with_what_they_are(tmp_path: Path) -> None:
     problems = problems_of(write(tmp_path, "run: {name: x}\nmodel: {num_layers: 1}\n"))
     assert set(problems) == {
         *("model.hidden_size", "model.num_attention_heads", "model.seq_length", "optimizer.lr"),
-        *("training.micro_batch_size", "training.global_batch_size", "training.train_iters"),
+        *("training.micro_batch_size", "training.global_batch_size"),
     }
     assert "Tokens per training sample" in problems["model.seq_length"].reason
 

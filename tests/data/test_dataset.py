@@ -74,9 +74,10 @@ def tokens_of(dataset: Any, number: int) -> list[list[int]]:
 
 def test_numbers_and_shapes_of_samples(make_config: MakeConfig, tokenizer: Tokenizer) -> None:
     datasets = build_datasets(make_config(), tokenizer)
-    assert (datasets.num_train_samples, datasets.num_valid_samples) == (20, 8)
+    (valid,) = datasets.valid
+    assert (datasets.num_train_samples, valid.num_samples) == (20, 8)
     assert len(datasets.train) >= 20
-    assert len(datasets.valid) >= 8
+    assert len(valid.dataset) >= 8
     sample = datasets.train[19]
     assert set(sample) == {"tokens", "labels", "loss_mask", "position_ids"}
     assert all(value.shape == (SEQ_LENGTH,) for value in sample.values())
@@ -106,7 +107,7 @@ def test_an_epoch_is_the_files_tokens_each_once(make_config: MakeConfig, tokeniz
 def test_train_and_valid_come_from_their_own_files(make_config: MakeConfig, tokenizer: Tokenizer) -> None:
     datasets = build_datasets(make_config(), tokenizer)
     train = {token for sample in tokens_of(datasets.train, 20) for token in sample}
-    valid = {token for sample in tokens_of(datasets.valid, 8) for token in sample}
+    valid = {token for sample in tokens_of(datasets.valid[0].dataset, 8) for token in sample}
     assert train <= {EOD, *range(1, 101)}
     assert valid <= {EOD, *range(101, 201)}
 
@@ -120,7 +121,7 @@ def test_the_order_is_the_seeds(make_config: MakeConfig, tokenizer: Tokenizer) -
 def test_more_samples_than_the_file_has_are_more_epochs(make_config: MakeConfig, tokenizer: Tokenizer) -> None:
     datasets = build_datasets(make_config({"train_iters": 100, "eval_iters": 50}), tokenizer)
     assert len(datasets.train) >= 400
-    assert len(datasets.valid) >= 200
+    assert len(datasets.valid[0].dataset) >= 200
     assert len(tokens_of(datasets.train, 400)) == 400
 
 
@@ -141,8 +142,7 @@ def test_end_of_document_tokens_can_be_left_out_of_the_loss(
 
 def test_without_evaluation_there_is_no_validation_set(make_config: MakeConfig, tokenizer: Tokenizer) -> None:
     datasets = build_datasets(make_config({"eval_iters": 0}, valid_data_path=[]), tokenizer)
-    assert datasets.valid is None
-    assert datasets.num_valid_samples == 0
+    assert datasets.valid == ()
 
 
 @pytest.mark.parametrize("weights", [(0.75, 0.25), (3, 97), (1e-6, 1)])
@@ -193,7 +193,7 @@ def test_indices_are_built_once_and_loaded_after(make_config: MakeConfig, tokeni
     first = tokens_of(build_datasets(make_config(), tokenizer).train, 20)
     (directory,) = (tmp_path / "cache").iterdir()
     files = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
-    assert len(files) == 8
+    assert len(files) == 6
     assert tokens_of(build_datasets(make_config(), tokenizer).train, 20) == first
     assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == files
     assert list((tmp_path / "cache").iterdir()) == [directory]
@@ -267,7 +267,7 @@ def build_on_rank(rank: int, config: Config, tokenizer_path: str) -> list[list[l
     assert alone.num_train_samples == 20
     both: Datasets = build_datasets(config, tokenizer)
     other = build_datasets(config.model_copy(update={"training": other_training(config)}), tokenizer)
-    return [tokens_of(both.train, 20), tokens_of(both.valid, 8), tokens_of(other.train, 20)]
+    return [tokens_of(both.train, 20), tokens_of(both.valid[0].dataset, 8), tokens_of(other.train, 20)]
 
 
 def other_training(config: Config) -> Any:
@@ -283,4 +283,4 @@ def test_ranks_build_once_and_agree(make_config: MakeConfig, tokenizer: Tokenize
     assert len(list((tmp_path / "cache").iterdir())) == 2
     # Without a process group the samples are the same.
     datasets = build_datasets(config, tokenizer)
-    assert first[:2] == [tokens_of(datasets.train, 20), tokens_of(datasets.valid, 8)]
+    assert first[:2] == [tokens_of(datasets.train, 20), tokens_of(datasets.valid[0].dataset, 8)]

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_fp8.data import inspect
-from megatron_fp8.data.inspect import check_data_path, check_token_file, check_tokenizer
+from megatron_fp8.data.inspect import check_token_file
 from megatron_fp8.data.token_file import TokenFileWriter
-from megatron_fp8.data.tokenizer import Tokenizer
 
 VOCAB_SIZE = 300
 
@@ -70,10 +69,10 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_damage_is_found_and_named(kind: str, tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", [100, 100])
-    assert check_token_file(prefix, VOCAB_SIZE, seq_length=64) == []
+    assert check_token_file(prefix, VOCAB_SIZE) == []
     damage, reason = DAMAGES[kind]
     damage(tmp_path / "a.bin", tmp_path / "a.idx")
-    (problem,) = check_token_file(prefix, VOCAB_SIZE, seq_length=64, key="data.valid_data_path")
+    (problem,) = check_token_file(prefix, VOCAB_SIZE, key="data.valid_data_path")
     assert (problem.key, problem.value) == ("data.valid_data_path", prefix)
     assert reason in problem.reason
     assert "preprocess_data.py" in problem.use_instead
@@ -112,35 +111,27 @@ def test_large_files_are_sampled_to_their_end(tmp_path: Path, monkeypatch: pytes
     assert "token id 300" in check_token_file(prefix, VOCAB_SIZE)[0].reason
 
 
-@pytest.mark.parametrize(("seq_length", "is_enough"), [(199, True), (200, False)])
-def test_a_sample_needs_one_token_more(seq_length: int, is_enough: bool, tmp_path: Path) -> None:
-    problems = check_token_file(write(tmp_path / "a", [150, 50]), VOCAB_SIZE, seq_length)
-    if is_enough:
-        assert problems == []
-    else:
-        assert "it has 200 tokens; one sample takes seq_length + 1 = 201" in problems[0].reason
-        assert "model.seq_length=199" in problems[0].use_instead
+def test_the_place_of_a_bad_id_is_named(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [100, 30, 70], largest_id=VOCAB_SIZE)
+    assert "token 199 of the file, in document 2" in check_token_file(prefix, VOCAB_SIZE)[0].reason
 
 
-def test_every_prefix_of_a_blend_is_checked(tmp_path: Path) -> None:
-    good, bad = write(tmp_path / "good", [100]), write(tmp_path / "bad", [100])
-    cut(tmp_path / "bad.bin", 2)
-    problems = check_data_path(["0.5", good, "0.3", bad, "0.2", str(tmp_path / "absent")], VOCAB_SIZE, 64)
-    assert [problem.value for problem in problems] == [bad, str(tmp_path / "absent")]
-
-
-def test_a_list_without_meaning_is_one_problem(tmp_path: Path) -> None:
-    (problem,) = check_data_path(["0.5", "a", "b"], VOCAB_SIZE, 64, key="data.valid_data_path")
-    assert problem.key == "data.valid_data_path"
-    assert problem.value == ["0.5", "a", "b"]
-
-
-def test_a_tokenizer_path_is_checked(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    assert check_tokenizer(tokenizer.path) == []
-    (problem,) = check_tokenizer(str(tmp_path))
-    assert problem.key == "data.tokenizer_model"
-    assert problem.value == str(tmp_path)
-    assert str(tmp_path / "tokenizer.json") in problem.use_instead
+def test_a_bad_id_anywhere_is_found_when_all_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the samples of a large file a check before a run sees nothing; `read_all` does."""
+    monkeypatch.setattr(inspect, "READ_WHOLE_UP_TO_BYTES", 10_000)
+    monkeypatch.setattr(inspect, "SAMPLE_BYTES", 16)
+    prefix = write(tmp_path / "a", [50_000])
+    overwrite(tmp_path / "a.bin", 2 * 100, struct.pack("<H", 301))
+    assert check_token_file(prefix, VOCAB_SIZE) == []
+    read: list[int] = []
+    (problem,) = check_token_file(prefix, VOCAB_SIZE, read_all=True, on_bytes=read.append)
+    assert "token id 301" in problem.reason
+    assert "token 100 of the file" in problem.reason
+    overwrite(tmp_path / "a.bin", 2 * 100, struct.pack("<H", 1))
+    read.clear()
+    assert check_token_file(prefix, VOCAB_SIZE, read_all=True, on_bytes=read.append) == []
+    assert sum(read) == (tmp_path / "a.bin").stat().st_size
+    assert inspect.bytes_read_for_ids(prefix) == 64 * 16
 
 
 def test_the_check_runs_without_torch() -> None:

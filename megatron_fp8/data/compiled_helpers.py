@@ -1,0 +1,51 @@
+"""Owns the way to Megatron Core's compiled index helpers without importing Megatron Core, which imports torch."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import platform
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from types import ModuleType
+
+from megatron_fp8.config.problem import BadInputError
+
+NAME = "megatron.core.datasets.helpers_cpp"
+
+
+class HelpersError(BadInputError):
+    """Megatron Core, or its compiled helpers, are not installed."""
+
+
+@functools.cache
+def compiled_helpers() -> ModuleType:
+    """The module `megatron.core.datasets.helpers_cpp`. Raises HelpersError where there is none."""
+    if NAME in sys.modules:
+        return sys.modules[NAME]
+    # Looks for the package's place; runs none of its code.
+    package = importlib.util.find_spec("megatron.core")
+    places = list(package.submodule_search_locations or ()) if package is not None else []
+    for place in places:
+        for suffix in EXTENSION_SUFFIXES:
+            path = Path(place) / "datasets" / f"helpers_cpp{suffix}"
+            if path.is_file():
+                return _load(path)
+    raise HelpersError(
+        f"megatron-core has no compiled {NAME} for Python {platform.python_version()} on {platform.machine()}. Install "
+        "a wheel of megatron-core for this platform, or compile it where megatron-core is installed (this needs pybind11 "
+        "and a C++ compiler)"
+    )
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    if spec is None or spec.loader is None:
+        raise HelpersError(f"{path} cannot be loaded as a module")
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise HelpersError(f"{path} cannot be loaded: {error}. Install a wheel of megatron-core again") from error
+    return module
