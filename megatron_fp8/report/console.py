@@ -70,7 +70,9 @@ def format_record(record: Mapping[str, Value], train_iters: int) -> str:
         parts.append(f"time left {_time_left(record)}")
         return " | ".join(parts)
     if record["event"] == "validation":
-        return f"iteration {record['iteration']}/{train_iters} | lm loss validation {record['lm loss validation']:.4f}"
+        total = "lm loss validation"
+        sets = [f"{name} {value:.4f}" for name, value in record.items() if name.startswith(f"{total}/")]
+        return " | ".join([f"iteration {record['iteration']}/{train_iters}", f"{total} {record[total]:.4f}", *sets])
     if record["event"] == "ready":
         return f"first step after {record['seconds-to-first-step']:.1f} s"
     if record["event"] == "checkpoint":

@@ -17,11 +17,12 @@ from megatron_fp8.faults.exit_codes import NonFiniteError
 from megatron_fp8.faults.signals import StopSignals
 from megatron_fp8.precision.overflow import OverflowWatch
 from megatron_fp8.train.checkpointing import Progress
+from megatron_fp8.train.evaluate import evaluate
 from megatron_fp8.train.interval import IntervalLoss
 from megatron_fp8.train.pace import Pace
 from megatron_fp8.train.parts import TrainingParts
 from megatron_fp8.train.state import TrainState
-from megatron_fp8.train.step import LossSum, StepResult
+from megatron_fp8.train.step import StepResult
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def train(parts: TrainingParts, datasets: Datasets, started: float, progress: Pr
     if progress is None:
         progress = Progress(TrainState(), IntervalLoss(parts.device.torch_device), None)
     if progress.state.iteration == 0:
-        progress = replace(progress, first_validation_loss=_evaluate(parts, datasets, progress.state))
+        progress = replace(progress, first_validation_loss=evaluate(parts, datasets.valid, progress.state))
     last = progress.first_validation_loss
     stopped: str | None = None
     with (
@@ -61,7 +62,7 @@ def train(parts: TrainingParts, datasets: Datasets, started: float, progress: Pr
             progress = _step(parts, iterators, progress, overflows, pace, loader)
             if _evaluates_after(parts.config, progress.state.iteration):
                 with pace.paused():
-                    last = _evaluate(parts, datasets, progress.state)
+                    last = evaluate(parts, datasets.valid, progress.state)
             stopped = _stop_reason(parts.config, progress.state.iteration, signals, started)
             ends = stopped is not None or progress.state.iteration == training.train_iters
             with pace.paused():
@@ -118,21 +119,6 @@ def _stop_reason(config: Config, iteration: int, signals: StopSignals, started: 
 def _evaluates_after(config: Config, iteration: int) -> bool:
     interval = config.training.eval_interval
     return iteration == config.training.train_iters or (interval > 0 and iteration % interval == 0)
-
-
-def _evaluate(parts: TrainingParts, datasets: Datasets, state: TrainState) -> float | None:
-    """Token-weighted mean loss over the fixed validation set; None if there is none."""
-    if parts.config.training.eval_iters == 0:
-        return None
-    with parts.loader(datasets.valid, datasets.num_valid_samples) as loader:
-        iterators = loader.iterators(len(parts.chunks))
-        losses = [parts.stepper.evaluate(iterators, parts.batch_shape) for _ in range(parts.config.training.eval_iters)]
-    mean = LossSum.total(losses).reduced_mean()
-    parts.recorder.write(
-        "validation",
-        {"iteration": state.iteration, "lm loss validation": mean, "consumed-tokens": state.consumed_tokens},
-    )
-    return mean
 
 
 def _record_interval(

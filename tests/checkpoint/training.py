@@ -113,6 +113,7 @@ def train_on_this_rank(
     """
     from megatron_fp8 import device as devices
     from megatron_fp8.data.dataset import Datasets
+    from megatron_fp8.data.validation import ValidationSet
     from megatron_fp8.report.record import Recorder
     from megatron_fp8.train.interval import IntervalLoss
     from megatron_fp8.train.loop import train
@@ -122,12 +123,9 @@ def train_on_this_rank(
     parts = build_parts(config, derived_layout(config), VOCAB_SIZE, devices.prepare(), Recorder([memory]), checkpoints)
     training = config.training
     samples = Samples(config.model.seq_length)
-    datasets = Datasets(
-        samples,
-        Samples(config.model.seq_length),
-        training.train_iters * training.global_batch_size,
-        training.eval_iters * training.global_batch_size,
-    )
+    num_valid = training.eval_iters * training.global_batch_size
+    valid = ValidationSet(None, Samples(config.model.seq_length), num_valid)
+    datasets = Datasets(samples, (valid,) if num_valid else (), training.train_iters * training.global_batch_size)
     progress, notes = None, []
     if load is not None:
         progress, notes = parts.checkpointer.load(load, IntervalLoss(parts.device.torch_device), weights_only)

@@ -37,7 +37,7 @@ SERIES = {
         "peak-memory-bytes",
     },
     "fp8": {"iteration"},
-    "validation": {"iteration", "lm loss validation", "consumed-tokens"},
+    "validation": {"iteration", "lm loss validation", "lm loss validation ppl", "consumed-tokens"},
     "checkpoint": {"iteration", "path", "bytes", "seconds", "hold-up-seconds", "removed"},
     "end": {"iteration", "lm loss validation at start", "lm loss validation", "seconds", "stopped"},
 }

@@ -265,7 +265,7 @@ def looped(
 
         before_reduction(parts, poison)
         parts = replace(parts, recorder=Recorder(sinks if rank == 0 else []))
-        train(parts, Datasets(samples, None, num_samples, 0), 0.0)  # type: ignore[arg-type]
+        train(parts, Datasets(samples, (), num_samples), 0.0)  # type: ignore[arg-type]
 
     run_small(config, 0, probe)
 
