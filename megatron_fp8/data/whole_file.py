@@ -7,6 +7,7 @@ filled up with tokens that do not count. Must not know ranks, devices or batches
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,19 @@ class WholeFile:
     def __len__(self) -> int:
         """Windows that hold tokens that count."""
         return self._num_windows
+
+    @property
+    def num_counted(self) -> int:
+        """Tokens of all windows that are read, those that `eod_mask_loss` leaves out included."""
+        bounds = [self.bounds(index) for index in range(len(self))] if self._windows is not None else []
+        return self.num_tokens if self._windows is None else sum(end - first for first, end in bounds)
+
+    def each_document(self) -> Iterator[NDArray[np.int64]]:
+        """The tokens of one document after another."""
+        start = 0
+        for end in self._ends:
+            yield self.tokens(start, int(end))
+            start = int(end)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """`tokens`, `labels`, `position_ids` int64 [s], `loss_mask` float32 [s]."""

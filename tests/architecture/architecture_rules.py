@@ -26,7 +26,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     tuple(f"{PACKAGE}.{part}" for part in ("precision", "model.sharding", "data", "optim", "report", "faults")),
     (f"{PACKAGE}.model", f"{PACKAGE}.checkpoint"),
     (f"{PACKAGE}.train",),
-    ("pretrain", "tools", f"{PACKAGE}.bench", f"{PACKAGE}.compare", f"{PACKAGE}.hf"),
+    (
+        "pretrain",
+        "tools",
+        *(f"{PACKAGE}.{part}" for part in ("bench", "compare", "evaluate", "generate", "hf")),
+    ),
 )
 # What has to answer on a machine, and in a time, where torch cannot be imported.
 TORCH_FREE = (*LAYERS[0], *LAYERS[1], f"{PACKAGE}.data.check", "pretrain")

@@ -1,0 +1,1 @@
+"""Measures models in checkpoints: losses of token files, and tasks of lm-eval."""

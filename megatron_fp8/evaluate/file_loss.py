@@ -1,0 +1,124 @@
+"""Owns the loss of a loaded model over whole token files: which rank reads what, and the sums over all of them.
+
+Must not know where files or checkpoints were named, or how results are shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed
+
+from megatron_fp8.data.documents import document_rules
+from megatron_fp8.data.loader import BatchLoader
+from megatron_fp8.data.sampler import BatchSampler
+from megatron_fp8.data.tokenizer import Tokenizer
+from megatron_fp8.data.whole_file import WholeFile
+from megatron_fp8.evaluate.files import EvaluationFile
+from megatron_fp8.evaluate.text_bytes import num_text_bytes
+from megatron_fp8.train.loaded_model import LoadedModel
+from megatron_fp8.train.step import LossSum
+
+OnWindows = Callable[[str, int, int], None]
+"""Called as a measurement goes on: name of the file, its windows, how many of them are done."""
+
+
+@dataclass(frozen=True)
+class FileLoss:
+    """What a model makes of a file, or of several: sum of the losses in nats of so many tokens.
+
+    `num_windows`: samples that were read. `num_bytes`: of the UTF-8 text that the tokens stand for, ends of documents
+    having none; None: not known.
+    """
+
+    name: str
+    num_windows: int
+    num_tokens: int
+    loss_sum: float
+    num_bytes: int | None
+
+    @property
+    def loss(self) -> float:
+        """Nats per token; NaN without tokens."""
+        return self.loss_sum / self.num_tokens if self.num_tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the loss; infinity where that is no number of FP64."""
+        return math.exp(self.loss) if self.loss < 700 or math.isnan(self.loss) else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per byte of text, which models with different tokenizers can be compared by."""
+        return self.loss_sum / (math.log(2) * self.num_bytes) if self.num_bytes else None
+
+    @classmethod
+    def total(cls, parts: Sequence[FileLoss]) -> FileLoss:
+        """All tokens of all files, each counted once."""
+        num_bytes = [part.num_bytes for part in parts if part.num_bytes is not None]
+        return cls(
+            "total",
+            sum(part.num_windows for part in parts),
+            sum(part.num_tokens for part in parts),
+            math.fsum(part.loss_sum for part in parts),
+            sum(num_bytes) if len(num_bytes) == len(parts) else None,
+        )
+
+
+def measure_files(
+    model: LoadedModel,
+    files: Sequence[EvaluationFile],
+    tokenizer: Tokenizer,
+    num_windows: int | None = None,
+    on_windows: OnWindows | None = None,
+) -> Iterator[FileLoss]:
+    """The loss of each file in turn, the same on every rank but for the bytes, which rank 0 counts; collective.
+
+    `num_windows`: of each file, evenly spaced; None: the whole file.
+    """
+    seq_length = model.config.model.seq_length
+    for file in files:
+        text = WholeFile(file.prefix, seq_length, tokenizer.eod_id, num_windows=num_windows, documents=file.documents)
+        losses = _losses(model, text, partial(on_windows, file.name, len(text)) if on_windows else None)
+        sums = LossSum.total(losses).sum_and_tokens if losses else torch.zeros(2, dtype=torch.float64)
+        sums = sums.to(model.device.torch_device)
+        torch.distributed.all_reduce(sums)
+        loss_sum, num_tokens = sums.tolist()
+        expected = text.num_counted
+        if num_tokens != expected:
+            raise RuntimeError(f"{file.prefix}: {num_tokens:g} tokens were counted, there are {expected}")
+        num_bytes = num_text_bytes(text, tokenizer) if model.groups.rank == 0 else None
+        yield FileLoss(file.name, len(text), expected, loss_sum, num_bytes)
+
+
+def _losses(model: LoadedModel, text: WholeFile, on_windows: Callable[[int], None] | None) -> list[LossSum]:
+    """This rank's loss sum of each global batch."""
+    groups, training = model.groups, model.config.training
+    documents = document_rules(model.config.data)
+    sampler = BatchSampler(training.micro_batch_size, training.global_batch_size, groups.dp.rank(), groups.dp.size())
+    num_batches = -(-len(text) // training.global_batch_size)
+    cuts = documents is not None and documents.reset_attention_mask
+    loader = BatchLoader(
+        text,
+        sampler,
+        model.config.model.seq_length,
+        num_batches * training.global_batch_size,
+        model.device.torch_device,
+        tp_group=groups.tp,
+        needs_data=groups.is_first_stage or groups.is_last_stage or cuts,
+        num_workers=model.config.data.num_workers,
+        documents=documents,
+    )
+    losses = []
+    stepper = model.stepper()
+    with loader:
+        iterators = loader.iterators(len(model.stages))
+        for number in range(1, num_batches + 1):
+            losses.append(stepper.evaluate(iterators, model.batch_shape))
+            if on_windows is not None:
+                on_windows(min(number * training.global_batch_size, len(text)))
+    return losses

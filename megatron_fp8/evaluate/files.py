@@ -1,0 +1,80 @@
+"""Owns which token files a checkpoint is evaluated on, and that they belong to its model. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fp8.checkpoint.saved_model import SavedModel
+from megatron_fp8.config.problem import BadInputError, ConfigError, Problem
+from megatron_fp8.config.schema import Config
+from megatron_fp8.data.blend import Blend
+from megatron_fp8.data.inspect import check_token_file
+from megatron_fp8.data.set_names import dataset_names
+from megatron_fp8.data.splits import DataKeyError, valid_blend
+from megatron_fp8.data.token_file import read_index
+from megatron_fp8.data.tokenizer import Tokenizer, TokenizerError
+
+
+@dataclass(frozen=True)
+class EvaluationFile:
+    """A token file, its name among all, and which of its documents are read."""
+
+    name: str
+    prefix: str
+    documents: range
+
+
+def model_tokenizer(saved: SavedModel, given: Path | None) -> Tokenizer:
+    """The tokenizer `given` with `--tokenizer-model`, or that of the run. Raises BadInputError with what is wrong."""
+    path = str(given) if given is not None else saved.config.data.tokenizer_model
+    if path is None:
+        raise BadInputError("the checkpoint's config names no tokenizer: name one with --tokenizer-model FILE")
+    try:
+        tokenizer = Tokenizer.load(path)
+    except TokenizerError as error:
+        named = "--tokenizer-model" if given is not None else "data.tokenizer_model of the checkpoint's config"
+        hint = "" if given is not None else ", or name another with --tokenizer-model FILE"
+        raise BadInputError(f"{named}: {error}{hint}") from error
+    if tokenizer.vocab_size > saved.vocab_size:
+        raise BadInputError(
+            f"{path} has {tokenizer.vocab_size} tokens, the model knows {saved.vocab_size}: it is another model's "
+            "tokenizer. Name the right one with --tokenizer-model FILE"
+        )
+    return tokenizer
+
+
+def evaluation_files(saved: SavedModel, prefixes: Sequence[str]) -> list[EvaluationFile]:
+    """The files at `prefixes`, or without any the run's own validation files.
+
+    Raises ConfigError with every mistake in them, BadInputError where there are no files.
+    """
+    chosen, key = list(prefixes), "--data"
+    share = None
+    if not chosen:
+        blend = _own_validation(saved.config)
+        chosen, share, key = list(blend.prefixes), blend, "data.valid_data_path"
+    chosen = [prefix.removesuffix(".bin").removesuffix(".idx") for prefix in chosen]
+    twice = sorted({prefix for prefix in chosen if chosen.count(prefix) > 1})
+    problems = [Problem(key, prefix, "it is named more than once", "name each prefix once") for prefix in twice]
+    for prefix in dict.fromkeys(chosen):
+        problems += check_token_file(prefix, saved.vocab_size, key)
+    if problems:
+        raise ConfigError.from_problems(problems)
+    files = []
+    for name, prefix in zip(dataset_names(chosen), chosen, strict=True):
+        num_documents = len(read_index(prefix).lengths_tokens)
+        documents = range(num_documents) if share is None else share.documents(num_documents)
+        files.append(EvaluationFile(name, prefix, documents))
+    return files
+
+
+def _own_validation(config: Config) -> Blend:
+    data = config.data
+    if not (data.valid_data_path or data.data_path):
+        raise BadInputError("the checkpoint's run had no validation files: name token files with --data PREFIX ...")
+    try:
+        return valid_blend(data)
+    except DataKeyError as error:
+        raise BadInputError(str(error)) from error
