@@ -131,7 +131,15 @@ class DataConfig(Section):
     split: str | None = None
     """Shares of training, validation and test in the documents of data_path; null: 969,30,1."""
     tokenizer_model: str | None = None
-    """Path of the `tokenizer.json` that made the files."""
+    """Path of the tokenizer that made the files: a `tokenizer.json`, SentencePiece model or tiktoken's ranks."""
+    tokenizer_type: Literal[
+        "auto", "HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer", "ByteLevelTokenizer"
+    ] = "auto"
+    """What kind of file tokenizer_model is; auto: seen from the file. ByteLevelTokenizer needs none."""
+    eod_token: str | None = None
+    """Name of the token that ends documents; null: `<|endoftext|>`, else the tokenizer's own end token."""
+    tiktoken_pattern: str | None = None
+    """How ranks split text into words: gpt2, cl100k_base, o200k_base, v1, v2 or a regular expression; null: by name."""
     data_cache_path: str | None = None
     """Directory for sample indices; null: beside the token files."""
     num_workers: int = Field(default=1, ge=0)

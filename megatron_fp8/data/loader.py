@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,6 +23,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_fp8.data.documents import DocumentRules, cumulative_lengths, document_positions
 from megatron_fp8.data.sampler import BatchSampler
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -47,6 +48,21 @@ class MicroBatch:
     """float32; 0 where a token does not count."""
     position_ids: Tensor
     """int64."""
+    cu_seqlens: Tensor | None = None
+    """int32 `[n + 1]`: where the n documents of all samples, one after another, begin and end, the last ones perhaps
+    empty. None: attention knows no documents."""
+
+
+@dataclass(frozen=True)
+class _HostStep:
+    """This rank's share of a global batch in host memory.
+
+    `packed`: int64 [fields, micro-batches, b, s]. `lengths`: `cu_seqlens` of every micro-batch, if attention knows
+    documents.
+    """
+
+    packed: Tensor
+    lengths: list[Tensor]
 
 
 class BatchLoader:
@@ -55,7 +71,8 @@ class BatchLoader:
     `dataset`: None on ranks that do not read. `num_samples`: how many samples may be read in all; iterators
     end before the global batch that would pass it. `tp_group`: the tensor-parallel group, None for one rank.
     `needs_data`: False on ranks in the middle of the pipeline. `num_workers`: threads that read ahead; 0:
-    read when asked. All ranks of a tensor-parallel group must draw equally often.
+    read when asked. `documents`: what happens at the end of a document; None: nothing. All ranks of a
+    tensor-parallel group must draw equally often.
     """
 
     def __init__(
@@ -69,6 +86,7 @@ class BatchLoader:
         needs_data: bool = True,
         consumed_samples: int = 0,
         num_workers: int = 1,
+        documents: DocumentRules | None = None,
     ) -> None:
         self._is_reader = needs_data and (tp_group is None or tp_group.rank() == 0)
         if self._is_reader and dataset is None:
@@ -80,12 +98,15 @@ class BatchLoader:
         self._device = device
         self._tp_group = tp_group
         self._needs_data = needs_data
+        # Ends of documents after which positions restart, and at which attention is cut.
+        self._restart_after = documents.eod_id if documents is not None and documents.reset_position_ids else None
+        self._cut_after = documents.eod_id if documents is not None and documents.reset_attention_mask else None
         self._start = consumed_samples
         self._drawn_steps = 0
         self._queues: list[deque[MicroBatch]] = []
         self._taken: list[int] = []
         self._wait_seconds = 0.0
-        self._ahead: deque[Future[Tensor]] = deque()
+        self._ahead: deque[Future[_HostStep]] = deque()
         self._next_to_read = consumed_samples
         self._pool = (
             ThreadPoolExecutor(num_workers, thread_name_prefix="read-ahead")
@@ -159,7 +180,8 @@ class BatchLoader:
     def _receive(self, step_start: int) -> list[MicroBatch]:
         num_micro_batches, micro_batch_size = self._sampler.num_micro_batches, self._sampler.micro_batch_size
         if self._is_reader:
-            packed = self._next_read(step_start).to(self._device, non_blocking=True)
+            read = self._next_read(step_start)
+            packed = read.packed.to(self._device, non_blocking=True)
         else:
             shape = (len(FIELDS), num_micro_batches, micro_batch_size, self._seq_length)
             packed = torch.empty(shape, dtype=torch.int64, device=self._device)
@@ -167,19 +189,39 @@ class BatchLoader:
             torch.distributed.broadcast(packed, group=self._tp_group, group_src=0)
         tokens, labels, loss_mask, position_ids = packed
         masks = loss_mask.float()
-        return [MicroBatch(tokens[i], labels[i], masks[i], position_ids[i]) for i in range(num_micro_batches)]
+        if self._cut_after is None:
+            return [MicroBatch(tokens[i], labels[i], masks[i], position_ids[i]) for i in range(num_micro_batches)]
+        # How many documents there are decides shapes, so it is the host's matter: who did not read them waits for
+        # the broadcast, once a step.
+        lengths = self._to_device(read.lengths if self._is_reader else self._document_lengths(tokens.cpu()))
+        return [
+            MicroBatch(tokens[i], labels[i], masks[i], position_ids[i], lengths[i]) for i in range(num_micro_batches)
+        ]
+
+    def _document_lengths(self, tokens: Tensor) -> list[Tensor]:
+        """`cu_seqlens` of the micro-batches in `tokens` `[micro-batches, b, s]`; empty where none are told apart."""
+        if self._cut_after is None:
+            return []
+        return [cumulative_lengths(samples, self._cut_after) for samples in tokens]
+
+    def _to_device(self, lengths: list[Tensor]) -> Sequence[Tensor]:
+        """The same on the device, by one copy that nobody waits for."""
+        joined = torch.cat(lengths)
+        if self._device.type != "cpu":
+            joined = joined.pin_memory()
+        return joined.to(self._device, non_blocking=True).split([len(each) for each in lengths])
 
     def _absent(self) -> list[MicroBatch]:
         """Micro-batches without tokens: whoever reads them by mistake fails on their shape."""
         ids = torch.empty(self._sampler.micro_batch_size, 0, dtype=torch.int64, device=self._device)
         return [MicroBatch(ids, ids, ids.float(), ids)] * self._sampler.num_micro_batches
 
-    def _next_read(self, step_start: int) -> Tensor:
+    def _next_read(self, step_start: int) -> _HostStep:
         if self._pool is None:
             return self._read_step(step_start)
-        packed = self._ahead.popleft().result()
+        step = self._ahead.popleft().result()
         self._read_ahead()
-        return packed
+        return step
 
     def _read_ahead(self) -> None:
         if self._pool is None:
@@ -189,8 +231,7 @@ class BatchLoader:
             self._ahead.append(self._pool.submit(self._read_step, self._next_to_read))
             self._next_to_read += size
 
-    def _read_step(self, step_start: int) -> Tensor:
-        """This rank's share of a global batch, packed in host memory: int64 [fields, micro-batches, b, s]."""
+    def _read_step(self, step_start: int) -> _HostStep:
         assert self._dataset is not None
         shares = self._sampler.micro_batches(step_start)
         shape = (len(FIELDS), len(shares), self._sampler.micro_batch_size, self._seq_length)
@@ -200,4 +241,7 @@ class BatchLoader:
                 sample = self._dataset[index]
                 for field, name in enumerate(FIELDS):
                     packed[field, number, row] = sample[name]
-        return packed
+        tokens = packed[FIELDS.index("tokens")]
+        if self._restart_after is not None:
+            packed[FIELDS.index("position_ids")] = document_positions(tokens, self._restart_after)
+        return _HostStep(packed, self._document_lengths(tokens))

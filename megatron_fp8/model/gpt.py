@@ -12,12 +12,13 @@ from megatron.core import tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
-from transformer_engine.pytorch.attention import RotaryPositionEmbedding
+from transformer_engine.pytorch.attention import InferenceParams, RotaryPositionEmbedding
 
 from megatron_fp8.config.schema import ModelConfig
 from megatron_fp8.model.embedding import Embedding
-from megatron_fp8.model.layers import LayerFactory
+from megatron_fp8.model.layers import LayerFactory, attention_arguments
 from megatron_fp8.precision.manager import PrecisionManager
 
 
@@ -103,17 +104,49 @@ class GPTStage(MegatronModule):
         """Take the previous stage's output `[s (/ tp), b, h]`; Megatron's schedules call this."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
-    def forward(self, tokens: Tensor, position_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         """Run the stage.
 
-        `tokens`, `position_ids`, `labels`: int64 `[b, s]`, read by the stages that need them. Returns hidden states
-        `[s (/ tp), b, h]`; from the last stage per-token losses `[b, s]`, or without labels the logits
-        `[s, b, padded_vocab / tp]`, both FP32.
+        `tokens`, `position_ids`, `labels`: int64 `[b, s]`, read by the stages that need them. `cu_seqlens`, int32
+        `[n + 1]`: where the documents begin and end that attention keeps apart, samples one after another; None: each
+        sample is one. Returns hidden states `[s (/ tp), b, h]`; from the last stage per-token losses `[b, s]`, or
+        without labels the logits `[s, b, padded_vocab / tp]`, both FP32.
         """
+        if cu_seqlens is None:
+            return self._run(tokens, position_ids, labels, None, tokens.shape[1])
+        b, s = tokens.shape
+        # As one sample of b s tokens: to the blocks a document is a range of rows. Only attention goes by these.
+        row = None if labels is None else labels.reshape(1, -1)
+        output = self._run(tokens.reshape(1, -1), position_ids.reshape(1, -1), row, cu_seqlens, s)
+        if not self.post_process:
+            # Of the shape that the schedule has agreed on with the next stage, which may free it: not a view.
+            shaped = output.view(-1, b, output.shape[-1])
+            return make_viewless_tensor(shaped, requires_grad=output.requires_grad, keep_graph=True)
+        return output.view(b, s) if labels is not None else output.view(b, s, -1).transpose(0, 1)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        labels: Tensor | None,
+        cu_seqlens: Tensor | None,
+        longest: int,
+    ) -> Tensor:
+        """`forward` without a thought of shapes; with `cu_seqlens` hidden states are `[t (/ tp), h]`, t = b s."""
         hidden = self.embedding(tokens, position_ids) if self.pre_process else self._received()
-        hidden = self._blocks(hidden)
+        if cu_seqlens is not None:
+            hidden = hidden.flatten(0, 1)
+        hidden = self._blocks(hidden, cu_seqlens, longest)
         if not self.post_process:
             return hidden
+        if cu_seqlens is not None:
+            hidden = hidden.unsqueeze(1)
         # A copy of its own: the cross entropy works in place on what is FP32 already.
         logits = self.output_layer(self.final_norm(hidden)).to(torch.float32, copy=True)
         self._mask_padded_vocab(logits)
@@ -127,13 +160,31 @@ class GPTStage(MegatronModule):
             raise RuntimeError("a stage without the embedding ran before set_input_tensor gave it its input")
         return self.input_tensor
 
-    def _blocks(self, hidden: Tensor) -> Tensor:
-        rope = self.rotary(self._factory.seq_length) if self.rotary is not None else None
+    def next_token_logits(
+        self, tokens: Tensor, position_ids: Tensor, last: Tensor, cache: InferenceParams | None
+    ) -> Tensor:
+        """FP32 logits `[b, padded_vocab / tp]` of the token after place `last` of each sample; of a model of one stage.
+
+        `tokens`, `position_ids`: int64 `[b, s]`; what comes after `last`, int64 `[b]`, only fills up. With `cache`,
+        whose step is prepared, the tokens come after those that it holds, and FP8 weights are quantised in the first
+        such call after `is_first_microbatch` was set, and kept.
+        """
+        hidden = self._blocks(self.embedding(tokens, position_ids), None, tokens.shape[1], cache)
+        hidden = hidden[last, torch.arange(len(last), device=last.device)].unsqueeze(0)
+        logits = self.output_layer(self.final_norm(hidden)).to(torch.float32, copy=True)
+        self._mask_padded_vocab(logits)
+        return logits.squeeze(0)
+
+    def _blocks(
+        self, hidden: Tensor, cu_seqlens: Tensor | None, longest: int, cache: InferenceParams | None = None
+    ) -> Tensor:
+        rope = self.rotary(max(self._factory.seq_length, longest)) if self.rotary is not None else None
         for index, layer in enumerate(self.layers):
             number = self.spec.first_layer + index
             # In evaluation the weights are quantised anew and the cache of the training step is left alone.
-            caches = self._precision.runs_in_fp8(number) and torch.is_grad_enabled()
+            caches = self._precision.runs_in_fp8(number) and (torch.is_grad_enabled() or cache is not None)
             first = self.is_first_microbatch if caches else None
+            attention = attention_arguments(layer, cu_seqlens, longest, cache)
             with self._precision.region(number):
                 if index < self._recompute and torch.is_grad_enabled():
                     hidden = te.checkpoint(
@@ -141,11 +192,12 @@ class GPTStage(MegatronModule):
                         hidden,
                         is_first_microbatch=first,
                         rotary_pos_emb=rope,
+                        **attention,
                         get_rng_state_tracker=tensor_parallel.get_cuda_rng_tracker,
                         tp_group=self._factory.tp,
                     )
                 else:
-                    hidden = layer(hidden, is_first_microbatch=first, rotary_pos_emb=rope)
+                    hidden = layer(hidden, is_first_microbatch=first, rotary_pos_emb=rope, **attention)
         self.is_first_microbatch = False
         return hidden
 

@@ -4,13 +4,14 @@ Must not know pipeline stages or when the modules run.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
 from megatron.core import tensor_parallel
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformer_engine.pytorch.attention import RotaryPositionEmbedding
+from transformer_engine.pytorch.attention import InferenceParams, RotaryPositionEmbedding
 
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import ModelConfig
@@ -111,3 +112,23 @@ class LayerFactory:
         return RotaryPositionEmbedding(
             rotated, rotary_percent=self.model.rotary_percent, rotary_base=self.model.rotary_base
         )
+
+
+def attention_arguments(
+    layer: nn.Module, cu_seqlens: Tensor | None, longest: int, cache: InferenceParams | None = None
+) -> dict[str, Any]:
+    """What a call of TE's `layer` takes for documents kept apart, of at most `longest` tokens; nothing without them.
+
+    TE has the mask as an argument of the call, but the layout only as an attribute of the module, read at each call.
+    With `cu_seqlens` int32 `[n + 1]` the layer's input is `[t, h]`. A constant `longest` spares the search for the
+    longest document, for which host and device would wait for each other, and another kernel for every length.
+    """
+    attention = layer.self_attention
+    assert isinstance(attention, te.MultiheadAttention)
+    attention.qkv_format = "sbhd" if cu_seqlens is None else "thd"
+    if cache is not None:
+        # The cache knows each sample's length.
+        return {"self_attn_mask_type": "padding_causal", "inference_params": cache}
+    if cu_seqlens is None:
+        return {}
+    return {"self_attn_mask_type": "padding_causal", "cu_seqlens_q": cu_seqlens, "max_seqlen_q": longest}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -9,6 +10,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
+from megatron_fp8.data.documents import DocumentRules, document_rules
 from megatron_fp8.data.loader import BatchLoader
 from megatron_fp8.data.sampler import BatchSampler
 from megatron_fp8.device import Device
@@ -39,8 +41,14 @@ class TrainingParts:
 
     @property
     def needs_data(self) -> bool:
-        """Whether this rank's stages look at tokens."""
-        return self.groups.is_first_stage or self.groups.is_last_stage
+        """Whether this rank's stages look at tokens, or at where documents end among them."""
+        cuts = self.documents is not None and self.documents.reset_attention_mask
+        return self.groups.is_first_stage or self.groups.is_last_stage or cuts
+
+    @cached_property
+    def documents(self) -> DocumentRules | None:
+        """What happens at the end of a document inside a sample; None: nothing."""
+        return document_rules(self.config.data)
 
     @property
     def reads_data(self) -> bool:
@@ -73,4 +81,5 @@ class TrainingParts:
             needs_data=self.needs_data,
             consumed_samples=consumed_samples,
             num_workers=self.config.data.num_workers,
+            documents=self.documents,
         )

@@ -13,14 +13,17 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_fp8.parallel.groups import ParallelGroups
 from megatron_fp8.precision.manager import PrecisionManager
 
 
 class MicroBatch(Protocol):
-    """What a step reads; every tensor is `[b, s]`, `loss_mask` 0 where a token does not count."""
+    """What a step reads; every tensor is `[b, s]`, `loss_mask` 0 where a token does not count.
+
+    `cu_seqlens`, int32 `[n + 1]`: where the documents begin and end that attention keeps apart; None: it keeps none.
+    """
 
     @property
     def tokens(self) -> Tensor: ...
@@ -30,6 +33,8 @@ class MicroBatch(Protocol):
     def loss_mask(self) -> Tensor: ...
     @property
     def position_ids(self) -> Tensor: ...
+    @property
+    def cu_seqlens(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,11 @@ class StepResult:
 
 
 class Stepper:
-    """Runs steps of one model, optimizer and precision manager."""
+    """Runs steps of one model, optimizer and precision manager; evaluation does without Megatron's DDP."""
 
     def __init__(
         self,
-        chunks: Sequence[DistributedDataParallel],
+        chunks: Sequence[DistributedDataParallel] | Sequence[nn.Module],
         groups: ParallelGroups,
         precision: PrecisionManager,
         device: torch.device,
@@ -147,14 +152,17 @@ def _forward_step(
 ) -> tuple[Tensor, partial[tuple[Tensor, Tensor, Tensor]]]:
     """What Megatron's schedules call for each micro-batch: the stage's output and the loss of it."""
     batch = next(iterator)
-    output = model(batch.tokens, batch.position_ids, labels=batch.labels)
+    output = model(batch.tokens, batch.position_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
     return output, partial(_loss, batch.loss_mask)
 
 
 def _loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of the losses `[b, s]` that count, number of tokens that count, and both for the log (FP64 `[2]`)."""
+    """Sum of the losses `[b, s]` that count, number of tokens that count, and both for the log (FP64 `[2]`).
+
+    The log's sum is one of FP64 from the start, so that it does not depend on how tokens lie in micro-batches.
+    """
     mask = loss_mask.to(losses.dtype)
     loss_sum = (losses * mask).sum()
     num_tokens = mask.sum()
-    report = torch.stack([loss_sum.detach(), num_tokens]).double()
+    report = torch.stack([(losses.detach().double() * mask).sum(), num_tokens.double()])
     return loss_sum, num_tokens.to(torch.int), report

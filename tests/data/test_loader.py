@@ -12,6 +12,7 @@ import torch
 from rank_processes import run_on_ranks
 from torch import Tensor
 
+from megatron_fp8.data.documents import DocumentRules
 from megatron_fp8.data.loader import BatchLoader, MicroBatch
 from megatron_fp8.data.sampler import BatchSampler
 
@@ -173,3 +174,56 @@ def test_one_rank_reads_for_its_tensor_parallel_group(tmp_path: Path) -> None:
     assert read0 == [0, 1, 4, 5, 8, 9, 12, 13]
     assert read2 == [2, 3, 6, 7, 10, 11, 14, 15]
     assert read1 == read3 == []
+
+
+EOD = 3
+
+
+class EndedSamples(NumberedSamples):
+    """Sample i has an end of a document at token i % 5, where it has such a token."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = dict(super().__getitem__(index))
+        tokens = sample["tokens"] + 4
+        tokens[torch.arange(SEQ_LENGTH) == index % 5] = EOD
+        return {**sample, "tokens": tokens}
+
+
+@pytest.mark.parametrize(("positions", "attention"), [(True, False), (False, True), (True, True)])
+def test_documents_restart_what_they_are_to(positions: bool, attention: bool) -> None:
+    rules = DocumentRules(EOD, reset_position_ids=positions, reset_attention_mask=attention)
+    with make_loader(EndedSamples(), BatchSampler(2, 4), num_samples=8, documents=rules) as loader:
+        batches = list(loader.iterators()[0])
+    restarted = [[0, 0, 1, 2], [0, 1, 0, 1], [0, 1, 2, 0], [0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 1, 2], [0, 1, 0, 1]]
+    expected = restarted if positions else [[0, 1, 2, 3]] * 7
+    assert torch.cat([batch.position_ids for batch in batches]).tolist()[:7] == expected
+    # Of two samples of four tokens, one after the other; the last documents are empty.
+    lengths = [[0, 1, 4, 6, 8], [0, 3, 4, 8, 8], [0, 4, 5, 8, 8], [0, 2, 4, 7, 8]]
+    for batch, each in zip(batches, lengths, strict=True):
+        if attention:
+            assert batch.cu_seqlens is not None
+            assert batch.cu_seqlens.dtype == torch.int32
+            assert batch.cu_seqlens.tolist() == each
+        else:
+            assert batch.cu_seqlens is None
+
+
+def test_without_rules_for_documents_attention_knows_none() -> None:
+    with make_loader(EndedSamples(), BatchSampler(2, 4), num_samples=4) as loader:
+        for batch in loader.iterators()[0]:
+            assert batch.cu_seqlens is None
+            assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
+
+
+def cut_in_two(rank: int) -> list[list[int]]:
+    """Documents that the ranks of a tensor-parallel pair see, of which one reads."""
+    rules = DocumentRules(EOD, reset_position_ids=False, reset_attention_mask=True)
+    dataset = EndedSamples() if rank == 0 else None
+    group = torch.distributed.new_group([0, 1])
+    with make_loader(dataset, BatchSampler(2, 4), tp_group=group, num_samples=8, documents=rules) as loader:
+        return [batch.cu_seqlens.tolist() for batch in loader.iterators()[0] if batch.cu_seqlens is not None]
+
+
+def test_ranks_of_a_tensor_parallel_group_see_the_same_documents(tmp_path: Path) -> None:
+    first, second = run_on_ranks(cut_in_two, 2, tmp_path)
+    assert first == second == [[0, 1, 4, 6, 8], [0, 3, 4, 8, 8], [0, 4, 5, 8, 8], [0, 2, 4, 7, 8]]

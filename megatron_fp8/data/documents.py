@@ -1,0 +1,65 @@
+"""Owns where documents begin inside samples, and what follows from it: positions, and cumulative lengths for attention.
+
+A document ends with its end-of-document token, as in Megatron: the token after it is the first of another one. A
+sample's first token begins a document too, whatever came before. Must not know files of
+tokens, ranks or devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fp8.config.schema import DataConfig
+from megatron_fp8.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class DocumentRules:
+    """What happens at an end-of-document token inside a sample; Megatron's two switches of these names.
+
+    `reset_position_ids`: positions count from 0 again. `reset_attention_mask`: no token attends one before it.
+    """
+
+    eod_id: int
+    reset_position_ids: bool
+    reset_attention_mask: bool
+
+
+def document_rules(data: DataConfig) -> DocumentRules | None:
+    """What `data.reset_position_ids` and `data.reset_attention_mask` ask for; None: nothing, and no tokenizer is read.
+
+    Raises TokenizerError where there is no tokenizer or it cannot be read: only it knows which token ends a document.
+    """
+    if not (data.reset_position_ids or data.reset_attention_mask):
+        return None
+    eod_id = Tokenizer.of(data).eod_id
+    return DocumentRules(eod_id, data.reset_position_ids, data.reset_attention_mask)
+
+
+def document_positions(tokens: Tensor, eod_id: int) -> Tensor:
+    """Position of each token in its document, int64 `[..., s]` for `tokens` `[..., s]`."""
+    places = torch.arange(tokens.shape[-1], device=tokens.device)
+    begins = torch.where(_begins(tokens, eod_id), places, 0)
+    return places - begins.cummax(dim=-1).values
+
+
+def cumulative_lengths(tokens: Tensor, eod_id: int) -> Tensor:
+    """Where the documents of samples `tokens` `[b, s]`, laid one after another, begin and end: int32 `[n + 1]`.
+
+    n, the number of documents, is rounded up to a power of two by empty ones at the end. Transformer Engine chooses
+    an attention kernel anew for every n, and so it seldom has to.
+    """
+    begins = _begins(tokens, eod_id).flatten().nonzero().flatten()
+    num_documents = 1 << (len(begins) - 1).bit_length()
+    ends = begins.new_full((num_documents + 1 - len(begins),), tokens.numel())
+    return torch.cat((begins, ends)).to(torch.int32)
+
+
+def _begins(tokens: Tensor, eod_id: int) -> Tensor:
+    """Bool, true at the first token of a document."""
+    begins = torch.ones_like(tokens, dtype=torch.bool)
+    begins[..., 1:] = tokens[..., :-1] == eod_id
+    return begins
