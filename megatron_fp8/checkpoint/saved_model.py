@@ -63,8 +63,7 @@ class InferenceSettings:
 class SavedModel:
     """A model in a checkpoint, and how it is to run.
 
-    `config`: the run's, with the settings for inference put in; `vocab_size`: tokens before padding. `fallen_back`:
-    layers that the run had taken out of FP8.
+    `config`: the run's, with the settings for inference put in; `vocab_size`: tokens before padding.
     """
 
     checkpoint: Path
@@ -76,6 +75,13 @@ class SavedModel:
     def fallen_back(self) -> list[int]:
         """Layers that the run had taken out of FP8 when it was saved."""
         return self.manifest.lists.get(_FALLEN_BACK, [])
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens that a text may have: rows of the position table, or with RoPE those that the model was trained on."""
+        model = self.config.model
+        rows = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
+        return rows or model.seq_length
 
 
 def read_saved_model(

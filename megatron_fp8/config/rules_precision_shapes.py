@@ -22,6 +22,11 @@ _SMALLEST = {"delayed": (16, 8), "tensorwise": (16, 8), "blockwise": (16, 8), "m
 NOT_FP8 = Alternative("precision.mode", ["bf16"])
 
 
+def fp8_token_multiple(recipe: str) -> int:
+    """Multiple that the tokens of a forward pass must be where there is no backward pass."""
+    return _SMALLEST[recipe][1]
+
+
 def check_fp8_shapes(facts: Facts) -> Iterator[Finding]:
     """Every dimension that an FP8 GEMM would refuse."""
     last, others = _SMALLEST[facts.config.precision.fp8_recipe]

@@ -42,7 +42,7 @@ def _fused_can(self: Any, quantized: type, tensors: tuple[Tensor, ...], kwargs: 
         and kwargs.get("attn_mask_type") != "arbitrary"
         and kwargs.get("core_attention_bias_type", "no_bias") == "no_bias"
         and kwargs.get("softcap", 0.0) == 0.0
-        and kwargs.get("inference_params") is None
+        and not getattr(kwargs.get("inference_params"), "is_paged", False)
         and kwargs.get("cu_seqlens_q") is not None
         and kwargs.get("cu_seqlens_kv") is not None
         and not kwargs.get("fp8", False)

@@ -63,6 +63,7 @@ def install(force: bool = False) -> bool:
     patch_after_import(
         {
             "transformer_engine.common": _find_stand_in,
+            "transformer_engine.pytorch.attention.custom_ops": _patch_custom_ops,
             "transformer_engine.pytorch.attention.dot_product_attention.backends": _patch_attention,
             **MEGATRON_PATCHES,
             **RECIPE_PATCHES,
@@ -110,6 +111,12 @@ def _extension() -> ModuleType:
     extension = build_extension()
     setattr(extension, _MARK, True)
     return extension
+
+
+def _patch_custom_ops(custom_ops: ModuleType) -> None:
+    from megatron_fp8.cpu.custom_ops import allow_custom_ops_on_cpus
+
+    allow_custom_ops_on_cpus(custom_ops)
 
 
 def _patch_attention(backends: ModuleType) -> None:

@@ -11,6 +11,8 @@ _SAYS_NOTHING = {
     "Apex is not installed": UserWarning,
     # Said of a default of Megatron Core's own; CUDA graphs are not used.
     "full scope is deprecated": UserWarning,
+    # Transformer Engine's key/value cache calls it.
+    r"torch\.range is deprecated": UserWarning,
     # Megatron Core calls torch by these names.
     r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated": FutureWarning,
 }

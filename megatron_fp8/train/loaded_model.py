@@ -50,12 +50,14 @@ class LoadedModel:
     """A model for forward passes, this rank's share of it.
 
     `config`, `layout`: of this job, not of the run that made the checkpoint. `stages`: this rank's, in evaluation mode,
-    without Megatron's DDP; one. `notes`: what could not be carried over as it was, in words.
+    without Megatron's DDP; one. `num_positions`: tokens that a text may have. `notes`: what could not be carried over
+    as it was, in words.
     """
 
     config: Config
     layout: Layout
     vocab_size: int
+    num_positions: int
     device: devices.Device
     groups: ParallelGroups
     precision: PrecisionManager
@@ -118,7 +120,9 @@ def load_model(saved: SavedModel, device: devices.Device) -> LoadedModel:
     precision.fall_back(saved.fallen_back)
     for stage in stages:
         stage.eval().requires_grad_(False)
-    return LoadedModel(config, layout, saved.vocab_size, device, groups, precision, stages, tuple(notes))
+    return LoadedModel(
+        config, layout, saved.vocab_size, saved.num_positions, device, groups, precision, stages, tuple(notes)
+    )
 
 
 def _scaling_state(reader: TensorReader) -> dict[str, Tensor]:

@@ -95,7 +95,10 @@ def _angles(
     length = x.shape[0 if sequence_first else 1]
     positions = _on_rank(torch.arange(length), length, cp_size, cp_rank).unsqueeze(1)
     if start_positions is not None:
-        positions = positions + start_positions.long().unsqueeze(0)
+        # There may be more of them than sequences: a cache has places for sequences to come.
+        starts = start_positions[: x.shape[1 if sequence_first else 0]]
+        # What only fills up may lie past the last position, and is not read.
+        positions = (positions + starts.long().unsqueeze(0)).clamp(max=len(table) - 1)
     angles = table[positions].unsqueeze(2)
     return angles if sequence_first else angles.transpose(0, 1)
 
