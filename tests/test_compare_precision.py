@@ -246,9 +246,9 @@ def test_missing_data_says_how_to_make_it(tiny: list[str]) -> None:
 
 
 def test_torchao_s_model_is_asked_before_anything_runs(tiny: list[str]) -> None:
-    wrong = [*tiny, "model.normalization=LayerNorm", "data.eod_mask_loss=true"]
+    wrong = [*tiny, "model.normalization=LayerNorm", "data.eod_mask_loss=true", "data.reset_attention_mask=true"]
     make_plan(CONFIG, wrong, ["bf16"], 1)
-    with pytest.raises(PlanError, match=r"in torchao-rowwise(.|\n)*LayerNorm(.|\n)*eod_mask_loss"):
+    with pytest.raises(PlanError, match=r"in torchao-rowwise(.|\n)*Norm(.|\n)*eod_mask_loss(.|\n)*reset_attention"):
         make_plan(CONFIG, wrong, ["bf16", "torchao-rowwise"], 1)
 
 

@@ -96,9 +96,13 @@ def _mode_problems(path: Path, overrides: Sequence[str], mode: str, vocab_size: 
         require_supported(loaded.config.model)
     except NotImplementedError as error:
         yield Problem("--modes", mode, str(error), "a config of that kind, or --modes without torchao's")
-    if loaded.config.data.eod_mask_loss:
-        reason = "the model that torchao converts counts every token"
-        yield Problem("data.eod_mask_loss", True, reason, "data.eod_mask_loss=false, or --modes without torchao's")
+    for name, reason in (
+        ("eod_mask_loss", "the model that torchao converts counts every token"),
+        ("reset_position_ids", "the model that torchao converts counts positions through the sample"),
+        ("reset_attention_mask", "the model that torchao converts attends to the whole sample"),
+    ):
+        if getattr(loaded.config.data, name):
+            yield Problem(f"data.{name}", True, reason, f"data.{name}=false, or --modes without torchao's")
 
 
 def _text(found: dict[str, list[str]], num_modes: int) -> str:

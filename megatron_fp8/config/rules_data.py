@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from megatron_fp8.config.facts import Alternative, Facts, Finding, multiples
 
 TOKENIZER = "data.tokenizer_model"
+NO_FILE_TYPE = "ByteLevelTokenizer"
 BOTH = "data.data_path"
 PREFIXES = "the prefix of a token file (its path without .bin), or weight, prefix, weight, prefix, ..."
 
@@ -27,10 +28,13 @@ def check_data_keys(facts: Facts) -> Iterator[Finding]:
             (Alternative("training.eval_iters", [0]),),
             PREFIXES,
         )
-    if data.tokenizer_model is None:
+    if data.tokenizer_model is None and data.tokenizer_type != NO_FILE_TYPE:
         reason = "the vocabulary and the token that ends documents come from it"
-        yield Finding("tokenizer", TOKENIZER, reason, (), "the path of a tokenizer.json")
+        yield Finding(
+            "tokenizer", TOKENIZER, reason, (), f"the path of a tokenizer.json or another tokenizer's file, or data.tokenizer_type={NO_FILE_TYPE}"
+        )
     yield from _data_path(facts)
+    yield from _documents(facts)
 
 
 def _data_path(facts: Facts) -> Iterator[Finding]:
@@ -48,6 +52,26 @@ def _data_path(facts: Facts) -> Iterator[Finding]:
             f"it reads whole files, and those of {BOTH} hold the training's documents too",
             (Alternative("training.full_validation", [False]),),
             "data.train_data_path and data.valid_data_path with files of their own (tools/data.py split makes them)",
+        )
+
+
+def _documents(facts: Facts) -> Iterator[Finding]:
+    """With RoPE a position is a place in what attention sees, and has no meaning by itself."""
+    data = facts.config.data
+    if not data.reset_position_ids or data.reset_attention_mask:
+        return
+    if facts.config.model.position_embedding_type == "rope":
+        key, attention = "data.reset_position_ids", "data.reset_attention_mask"
+        yield Finding(
+            "positions of RoPE",
+            key,
+            "RoPE takes positions from what attention sees, and that is the whole sample: they restart with "
+            f"{attention} only, and then always",
+            (
+                Alternative(attention, [True]),
+                Alternative(key, [False]),
+                Alternative("model.position_embedding_type", ["learned_absolute"]),
+            ),
         )
 
 

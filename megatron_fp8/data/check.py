@@ -10,8 +10,10 @@ from pathlib import Path
 
 from megatron_fp8.config.check import DataReport
 from megatron_fp8.config.problem import Problem
+from megatron_fp8.config.rules_data import NO_FILE_TYPE
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.blend import Blend
+from megatron_fp8.data.document_ends import check_document_ends
 from megatron_fp8.data.inspect import bytes_read_for_ids, check_token_file
 from megatron_fp8.data.order import samples_in
 from megatron_fp8.data.split_order import tokens_read
@@ -38,13 +40,14 @@ def check_data(config: Config) -> DataReport:
     Keys that are not set are not this function's matter (`config/check.py`).
     """
     problems: list[Problem] = []
-    vocab_size = None
-    if config.data.tokenizer_model is not None:
+    vocab_size = eod_id = None
+    if config.data.tokenizer_model is not None or config.data.tokenizer_type == NO_FILE_TYPE:
         try:
-            vocab_size = Tokenizer.load(config.data.tokenizer_model).vocab_size
+            tokenizer = Tokenizer.of(config.data)
+            vocab_size, eod_id = tokenizer.vocab_size, tokenizer.eod_id
         except TokenizerError as error:
-            path = config.data.tokenizer_model
-            problems.append(Problem("data.tokenizer_model", path, error.reason, error.use_instead))
+            value = getattr(config.data, error.key)
+            problems.append(Problem(f"data.{error.key}", value, error.reason, error.use_instead))
     parts, mistakes = _parts(config)
     problems += mistakes
     files = {(prefix, part.key): None for part in parts for prefix in part.blend.prefixes}
@@ -54,6 +57,8 @@ def check_data(config: Config) -> DataReport:
     epoch_samples = None
     if not problems:
         problems += [problem for part in parts for problem in _too_short(config, part)]
+        if eod_id is not None:
+            problems += check_document_ends(config.data, eod_id, (prefix for prefix, _ in files))
         notes = _notes(config, parts)
         if config.training.train_epochs is not None and parts and parts[0].name == "train":
             epoch_samples, mistake = _epoch_samples(config, parts[0].blend)

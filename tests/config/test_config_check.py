@@ -33,6 +33,8 @@ TP, PP, VPP = (
         # Without FP8 its keys and shape rules mean nothing.
         (["precision.amax_reduction=data_parallel", f"{TP}=2", "model.ffn_hidden_size=250"], 2),
         (["model.recompute_num_layers=9"], 1),
+        (["data.reset_position_ids=true", "data.reset_attention_mask=true"], 1),
+        (["data.reset_position_ids=true", "model.position_embedding_type=learned_absolute"], 1),
     ],
 )
 def test_valid_configs_pass(tmp_path: Path, overrides: list[str], world_size: int | None) -> None:
@@ -107,6 +109,10 @@ def test_valid_configs_pass(tmp_path: Path, overrides: list[str], world_size: in
         ),
         (["data.train_data_path=[]"], 1, "data.train_data_path", "nothing to train on", "prefix"),
         (["data.valid_data_path=[]"], 1, "data.valid_data_path", "eval_iters=10", "training.eval_iters=0"),
+        (
+            ["data.reset_position_ids=true"],
+            *(1, "data.reset_position_ids", "restart with data.reset_attention_mask only", "attention_mask=true"),
+        ),
         (["data.tokenizer_model=null"], 1, "data.tokenizer_model", "vocabulary", "tokenizer.json"),
     ],
 )
