@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fp8.checkpoint.manifest import CheckpointError
 from megatron_fp8.checkpoint.saved_model import InferenceSettings, SavedModel, read_saved_model
 from megatron_fp8.config.problem import BadInputError
 
@@ -63,21 +62,14 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 0: done; 2: an input is wrong, and standard error says which and what to use instead."""
     settings = make_parser().parse_intermixed_args(arguments)
+    # They import torch, which --help does without.
+    from megatron_fp8.evaluate.command_line import end_with_mistakes
+    from megatron_fp8.faults.report import run_reporting
     from megatron_fp8.parallel.start import global_rank, world_size
 
-    writes = global_rank() == 0
-    try:
+    with end_with_mistakes():
         job = _prepare(settings, world_size())
-        from megatron_fp8.train.loaded_model import open_model
-
-        with open_model(job.saved) as model:
-            for note in model.notes if writes else ():
-                print(f"note: {note}", file=sys.stderr)
-            _run(job, model, settings, writes)
-    except (BadInputError, CheckpointError) as error:
-        if writes:
-            print(error, file=sys.stderr)
-        return 2
+    run_reporting(lambda: _run(job, settings), global_rank())
     return 0
 
 
@@ -93,23 +85,12 @@ class _Job:
 
 def _prepare(settings: argparse.Namespace, num_processes: int) -> _Job:
     """Look at everything that a person gave; raises BadInputError or CheckpointError."""
-    from megatron_fp8.data.tokenizer import Tokenizer
+    from megatron_fp8.evaluate.files import model_tokenizer
     from megatron_fp8.generate.text import prompt_tokens
 
     wanted = InferenceSettings(num_processes, mode=settings.precision, fp8_recipe=settings.fp8_recipe)
     saved = read_saved_model(settings.checkpoint, wanted, num_processes, settings.iteration)
-    data = saved.config.data
-    path = settings.tokenizer or data.tokenizer_model
-    if path is None and data.tokenizer_type == "auto":
-        raise BadInputError("the run has no data.tokenizer_model\n    use: --tokenizer FILE")
-    if path is not None and not Path(path).exists():
-        raise BadInputError(f"the tokenizer {path} is not there\n    use: --tokenizer FILE, or start where the run was")
-    tokenizer = Tokenizer.load(path) if settings.tokenizer is not None else Tokenizer.of(data)
-    if tokenizer.vocab_size > saved.vocab_size:
-        raise BadInputError(
-            f"{path} has {tokenizer.vocab_size} tokens, more than the model's {saved.vocab_size}\n"
-            "    use: --tokenizer FILE, the one that the run was trained with"
-        )
+    tokenizer = model_tokenizer(saved, settings.tokenizer)
     prompts = [*settings.prompts, *_prompts_of(settings.prompts_file)] or [""]
     tokens = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
     most = saved.num_positions
@@ -130,7 +111,17 @@ def _prompts_of(file: str | None) -> list[str]:
     return [line for line in text.splitlines() if line.strip()]
 
 
-def _run(job: _Job, model: LoadedModel, settings: argparse.Namespace, writes: bool) -> None:
+def _run(job: _Job, settings: argparse.Namespace) -> None:
+    from megatron_fp8.train.loaded_model import open_model
+
+    with open_model(job.saved) as model:
+        writes = model.groups.rank == 0
+        for note in model.notes if writes else ():
+            print(f"note: {note}", file=sys.stderr)
+        _generate(job, model, settings, writes)
+
+
+def _generate(job: _Job, model: LoadedModel, settings: argparse.Namespace, writes: bool) -> None:
     from megatron_fp8.generate.generation import Limits, generate
     from megatron_fp8.generate.sampling import Sampling
     from megatron_fp8.generate.text import TextStream
