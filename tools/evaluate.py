@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--json {settings.json}: there is no directory {settings.json.parent}; make it first")
     with end_with_mistakes():
         saved = read_saved_model(settings.checkpoint, inference_settings(settings), world_size(), settings.iteration)
-        tokenizer = model_tokenizer(saved, settings.tokenizer_model)
+        tokenizer = model_tokenizer(saved, settings.tokenizer)
         files = evaluation_files(saved, settings.data)
     losses, notes = run_reporting(lambda: measure(saved, tokenizer, files, settings.samples), global_rank())
     if global_rank() == 0:

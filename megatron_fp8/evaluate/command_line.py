@@ -26,7 +26,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="run directory, or one of its checkpoints")
     parser.add_argument("--iteration", type=positive, metavar="N", help="checkpoint of a run (default: the latest)")
     parser.add_argument(
-        "--tokenizer-model", type=Path, metavar="FILE", help="tokenizer (default: data.tokenizer_model of the run)"
+        "--tokenizer", type=Path, metavar="FILE", help="tokenizer (default: data.tokenizer_model of the run)"
     )
     parser.add_argument(
         "--precision", choices=("fp32", "fp16", "bf16", "fp8"), help="number format (default: that of the run)"

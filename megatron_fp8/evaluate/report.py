@@ -1,8 +1,8 @@
-"""Owns how the losses of a checkpoint are shown: a table for people, and JSON for programs."""
+"""Owns how what was measured is shown: tables for people, and JSON for programs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -65,3 +65,29 @@ def _numbers(row: FileLoss) -> dict[str, float | int | None]:
 def _formats(saved: SavedModel) -> str:
     precision = saved.config.precision
     return f"fp8 ({precision.fp8_recipe} scaling)" if precision.mode == "fp8" else precision.mode
+
+
+def harness_table(results: Mapping[str, Any]) -> Table:
+    """A row a metric of each task, and of each group of tasks, from what lm-eval gives."""
+    table = Table()
+    table.add_column("task", overflow="fold")
+    for name in ("documents", "few-shot"):
+        table.add_column(name, justify="right")
+    table.add_column("metric")
+    for name in ("value", "standard error"):
+        table.add_column(name, justify="right")
+    for task, values in {**results["results"], **results.get("groups", {})}.items():
+        documents = results.get("n-samples", {}).get(task, {}).get("effective", "")
+        shots = results.get("n-shot", {}).get(task, "")
+        for key, value in values.items():
+            metric, _, variant = key.partition(",")
+            if not variant or metric.endswith("_stderr"):
+                continue
+            error = values.get(f"{metric}_stderr,{variant}")
+            name = metric if variant == "none" else f"{metric} ({variant})"
+            table.add_row(task, str(documents), str(shots), name, _number(value), _number(error))
+    return table
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "-" if value in (None, "N/A") else str(value)

@@ -1,0 +1,150 @@
+"""Owns what EleutherAI's lm-eval sees of a loaded model: log-probabilities of continuations and texts, and generation.
+
+Every rank runs the harness over the same requests and gets the same answers; the ranks share the work below it.
+Imports lm-eval, which is an optional dependency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch.distributed
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows
+
+from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.data.tokenizer import Tokenizer
+from megatron_fp8.evaluate.scoring import Request, Scorer
+from megatron_fp8.generate.generation import Limits, generate
+from megatron_fp8.generate.sampling import Sampling
+from megatron_fp8.train.loaded_model import LoadedModel
+
+_IGNORED_WHEN_GREEDY = {"temperature", "top_k", "top_p"}
+
+
+class HarnessModel(TemplateLM):
+    """A checkpoint's model as lm-eval asks it. Texts begin after an end-of-document token, as in training."""
+
+    def __init__(self, model: LoadedModel, tokenizer: Tokenizer, batch_size: int, seed: int = 1234) -> None:
+        super().__init__()
+        self._loaded = model
+        self._text = tokenizer
+        self._scorer = Scorer(model)
+        self._batch_size = batch_size
+        self._seed = seed
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a document."""
+        return self._text.eod_id
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the model reads at most."""
+        return self._loaded.num_positions
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What lm-eval tells its caches of requests apart by."""
+        return str(self._text.path).replace("/", "__")
+
+    def tok_encode(self, string: str, **options: Any) -> list[int]:  # noqa: ARG002
+        """Tokens of a text; there are no special ones to add."""
+        return self._text.encode(string)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
+        **options: Any,  # noqa: ARG002
+    ) -> list[tuple[float, bool]]:
+        """(log-probability, whether greedy) of continuations given contexts, which lose tokens on the left if long."""
+        asked = []
+        for _, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise BadInputError(
+                    f"a continuation has {len(continuation)} tokens, and the model reads {self.max_length}: leave the "
+                    "task out"
+                )
+            asked.append(Request((context + continuation)[-(self.max_length + 1) :], len(continuation)))
+        answers = [(score.log_probability, score.is_greedy) for score in self._scorer.score(asked)]
+        for (texts, _, _), answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance], **options: Any) -> list[float]:  # noqa: ARG002
+        """Log-probability of whole texts, in windows of the model's length that do not overlap but in the last."""
+        asked: list[Request] = []
+        counts = []
+        for request in requests:
+            windows = list(
+                get_rolling_token_windows(
+                    self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
+                )
+            )
+            # Of a window's inputs all but the first are labels too, or the context of the last window.
+            asked += [Request([*given, predicted[-1]], len(predicted)) for given, predicted in windows]
+            counts.append(len(windows))
+        scores = iter(self._scorer.score(asked))
+        totals = [sum(next(scores).log_probability for _ in range(count)) for count in counts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], **options: Any) -> list[str]:  # noqa: ARG002
+        """What the model writes after each context, up to the first stop text; data-parallel ranks share the work."""
+        groups = self._loaded.groups
+        order = sorted(range(len(requests)), key=lambda index: (repr(requests[index].args[1]), index))
+        mine = order[groups.dp.rank() :: groups.dp.size()]
+        written: dict[int, str] = {}
+        for _, same in groupby(mine, key=lambda index: repr(requests[index].args[1])):
+            indices = list(same)
+            for first in range(0, len(indices), self._batch_size):
+                chosen = indices[first : first + self._batch_size]
+                texts = self._generate([requests[index].args[0] for index in chosen], requests[chosen[0]].args[1])
+                written.update(zip(chosen, texts, strict=True))
+        shares: list[dict[int, str]] = [{} for _ in range(groups.world_size)]
+        torch.distributed.all_gather_object(shares, written)
+        every = {index: text for share in shares for index, text in share.items()}
+        for index, request in enumerate(requests):
+            self.cache_hook.add_partial("generate_until", request.args, every[index])
+        return [every[index] for index in range(len(requests))]
+
+    def _generate(self, contexts: Sequence[str], settings: dict[str, Any]) -> list[str]:
+        """Continuations of a few contexts under the same settings."""
+        wanted: dict[str, Any] = dict(normalize_gen_kwargs(settings))
+        until, limit = wanted.pop("until"), wanted.pop("max_gen_toks")
+        room = self.max_length - limit
+        if room < 1:
+            raise BadInputError(
+                f"max_gen_toks={limit} leaves no room for a context: the model has {self.max_length} positions. Use "
+                f"--gen-kwargs max_gen_toks=N with N below {self.max_length}"
+            )
+        sampling = _sampling(wanted)
+        prompts = [(self._text.encode(context) or [self.eot_token_id])[-room:] for context in contexts]
+        limits = Limits(limit, self.eot_token_id)
+        continuations = generate(self._loaded, prompts, limits, sampling, self._seed)
+        texts = [self._text.decode(continuation.tokens) for continuation in continuations]
+        return [postprocess_generated_text(text, until, None) for text in texts]
+
+
+def _sampling(settings: dict[str, Any]) -> Sampling:
+    """How tokens are chosen. Raises BadInputError for what is not known here."""
+    settings = {name: value for name, value in settings.items() if value is not None}
+    sampled = bool(settings.pop("do_sample", False))
+    unknown = sorted(set(settings) - _IGNORED_WHEN_GREEDY)
+    if unknown:
+        raise BadInputError(
+            f"the task generates with {', '.join(unknown)}, which this model does not know; it knows do_sample, "
+            f"{', '.join(sorted(_IGNORED_WHEN_GREEDY))}, until and max_gen_toks"
+        )
+    if not sampled:
+        return Sampling(greedy=True)
+    return Sampling(
+        temperature=float(settings.get("temperature", 1.0)),
+        top_k=int(settings.get("top_k", 0)),
+        top_p=float(settings.get("top_p", 1.0)),
+    )

@@ -1,0 +1,124 @@
+"""Measures a checkpoint on downstream tasks with EleutherAI's lm-eval, without exporting it first.
+
+Tasks are lm-eval's own, by name, or yaml files in a folder of yours (--include-path). Needs lm-eval:
+pip install megatron-fp8[eval]. Runs in one process, or under torchrun on any layout; the number format may be another
+than that of the run.
+
+    python tools/lm_eval.py runs/quickstart --tasks arc_easy,hellaswag
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_fp8.checkpoint.saved_model import SavedModel, read_saved_model
+from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.data.tokenizer import Tokenizer
+from megatron_fp8.evaluate.command_line import add_model_options, end_with_mistakes, inference_settings
+from megatron_fp8.evaluate.files import model_tokenizer
+from megatron_fp8.faults.report import run_reporting
+from megatron_fp8.parallel.start import global_rank, world_size
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; options of lm-eval have its names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_options(parser)
+    parser.add_argument("--tasks", required=True, metavar="NAME,...", help="names of tasks, groups or tags")
+    parser.add_argument(
+        "--include-path", "--include_path", type=Path, metavar="DIR", help="folder with yaml files of more tasks"
+    )
+    parser.add_argument(
+        "--num-fewshot", "--num_fewshot", type=int, metavar="N", help="examples shown (default: task's)"
+    )
+    parser.add_argument("--limit", type=float, metavar="N", help="documents of each task, or a share below 1")
+    parser.add_argument("--gen-kwargs", "--gen_kwargs", metavar="KEY=VALUE,...", help="how tasks generate text")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="of few-shot examples and of sampled text")
+    parser.add_argument("--output-path", "--output_path", type=Path, metavar="FILE", help="write all results as JSON")
+    parser.add_argument(
+        "--log-samples", "--log_samples", action="store_true", help="each document's answers in FILE too"
+    )
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code 0: measured; 2: an input is wrong; 1: anything else."""
+    parser = make_parser()
+    settings = parser.parse_args(arguments)
+    output: Path | None = settings.output_path
+    if output is not None and not output.absolute().parent.is_dir():
+        parser.error(f"--output-path {output}: there is no directory {output.parent}; make it first")
+    if settings.log_samples and output is None:
+        parser.error("--log-samples needs --output-path FILE to write them to")
+    with end_with_mistakes():
+        _require_lm_eval()
+        if settings.include_path is not None and not settings.include_path.is_dir():
+            raise BadInputError(f"--include-path {settings.include_path} is no directory")
+        saved = read_saved_model(settings.checkpoint, inference_settings(settings), world_size(), settings.iteration)
+        tokenizer = model_tokenizer(saved, settings.tokenizer)
+    results = run_reporting(lambda: measure(saved, tokenizer, settings), global_rank())
+    if results is not None:
+        from rich.console import Console
+
+        from megatron_fp8.evaluate.report import harness_table
+
+        Console(width=None if sys.stdout.isatty() else 120).print(harness_table(results))
+        if output is not None:
+            # What is not JSON there, such as functions of tasks, is shown as text.
+            output.write_text(json.dumps(results, indent=2, default=str, ensure_ascii=False) + "\n", encoding="utf-8")
+    return 0
+
+
+def measure(saved: SavedModel, tokenizer: Tokenizer, settings: argparse.Namespace) -> dict[str, Any] | None:
+    """lm-eval's results on rank 0, None on the others. Raises BadInputError for tasks that there are not."""
+    from megatron_fp8.train.loaded_model import open_model
+
+    with open_model(saved) as model:
+        # They look for CUDA when imported.
+        from lm_eval.evaluator import simple_evaluate
+        from lm_eval.tasks import TaskManager
+
+        from megatron_fp8.evaluate.harness import HarnessModel
+
+        for note in model.notes if model.groups.rank == 0 else ():
+            print(f"note: {note}", file=sys.stderr)
+        manager = TaskManager(include_path=str(settings.include_path) if settings.include_path else None)
+        names = [name.strip() for name in settings.tasks.split(",") if name.strip()]
+        unknown = [name for name in names if not manager.match_tasks([name])]
+        if unknown or not names:
+            raise BadInputError(
+                f"--tasks: there is no task {', '.join(unknown) or 'named'}; `lm_eval ls tasks` lists those of "
+                "lm-eval, --include-path DIR adds a folder's"
+            )
+        results: dict[str, Any] | None = simple_evaluate(
+            model=HarnessModel(model, tokenizer, saved.config.training.micro_batch_size, settings.seed),
+            tasks=manager.match_tasks(names),
+            num_fewshot=settings.num_fewshot,
+            limit=settings.limit,
+            gen_kwargs=settings.gen_kwargs,
+            task_manager=manager,
+            log_samples=settings.log_samples,
+            fewshot_random_seed=settings.seed,
+        )
+        return results if model.groups.rank == 0 else None
+
+
+def _require_lm_eval() -> None:
+    """Make `import lm_eval` mean the library. Raises BadInputError where it is not installed."""
+    # Python looks first into the folder of the program, which has the library's name.
+    folder = Path(__file__).resolve().parent
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != folder]
+    try:
+        import lm_eval  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "lm_eval":
+            raise
+        raise BadInputError("lm-eval is not installed: pip install megatron-fp8[eval]") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
