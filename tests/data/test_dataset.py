@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_processes import run_on_ranks
 from token_file_reference import decode_token_file
 
 from megatron_fp8.config.schema import Config
@@ -17,12 +16,15 @@ from megatron_fp8.data import index_cache
 from megatron_fp8.data.token_file import TokenFileError, TokenFileWriter
 from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.device import prepare
+from tests.ranks import run_on_ranks
 
 prepare()  # Megatron Core is imported below
 
 import torch  # noqa: E402
 
 from megatron_fp8.data.dataset import DataError, Datasets, build_datasets  # noqa: E402
+from megatron_fp8.data.loader import BatchLoader  # noqa: E402
+from megatron_fp8.data.sampler import BatchSampler  # noqa: E402
 
 SEQ_LENGTH = 16
 EOD = 0
@@ -162,7 +164,7 @@ def test_a_blend_of_many_small_shares_is_not_overdrawn(
 ) -> None:
     """Weights 22 and ten times 1, 36 samples: the large dataset is drawn 30 times where ceil(36 x 0.6875) is 25.
 
-    Its epoch has exactly the 26 samples that Megatron Core would ask it for.
+    Its epoch has exactly the 26 samples that Megatron Core's own datasets would ask it for.
     """
     with TokenFileWriter(tmp_path / "large", vocab_size=300) as writer:
         tokens = np.full(26 * SEQ_LENGTH + 1, 7, dtype=writer.dtype)
@@ -259,9 +261,67 @@ def test_a_broken_index_names_its_file(make_config: MakeConfig, tokenizer: Token
         build_datasets(make_config(), tokenizer)
 
 
-def build_on_rank(rank: int, config: Config, tokenizer_path: str) -> list[list[list[int]]]:
+def drawn(
+    dataset: Any, micro_batch_size: int, dp_size: int, first_step: int = 0, num_steps: int = 5
+) -> list[list[list[int]]]:
+    """The global batches of some steps as the real loaders of `dp_size` ranks give them, sample by sample in order."""
+    batches = [[[0]] * 8 for _ in range(num_steps)]
+    for dp_rank in range(dp_size):
+        sampler = BatchSampler(micro_batch_size, 8, dp_rank, dp_size)
+        with BatchLoader(
+            dataset, sampler, SEQ_LENGTH, 8 * (first_step + num_steps), torch.device("cpu"), None, True, 8 * first_step
+        ) as loader:
+            (iterator,) = loader.iterators()
+            for step in range(num_steps):
+                for number in range(sampler.num_micro_batches):
+                    place = (number * dp_size + dp_rank) * micro_batch_size
+                    batches[step][place : place + micro_batch_size] = next(iterator).tokens.tolist()
+    return batches
+
+
+def test_the_order_depends_on_the_seed_and_consumed_samples_alone(
+    make_config: MakeConfig, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A blend read for several epochs: any division over ranks, any resume, a run that was lengthened."""
+    blend = ["2", str(tmp_path / "train"), "1", write(tmp_path / "other", 101, num_documents=9)]
+    sizes = {"global_batch_size": 8, "train_iters": 20, "eval_iters": 0}
+    train = build_datasets(make_config(sizes, train_data_path=blend), tokenizer).train
+    whole = drawn(train, 8, 1, num_steps=20)
+    assert len({str(sample) for batch in whole for sample in batch}) > 100
+    for micro_batch_size, dp_size in [(1, 1), (4, 2), (2, 4), (1, 8)]:
+        assert drawn(train, micro_batch_size, dp_size) == whole[:5]
+    # Resumed at step 7 on 4 ranks, in a run that is three times as long as planned.
+    longer = build_datasets(make_config(sizes | {"train_iters": 60}, train_data_path=blend), tokenizer).train
+    assert drawn(longer, 1, 4, first_step=7, num_steps=13) == whole[7:]
+
+
+def test_a_split_divides_one_file_between_training_and_validation(
+    make_config: MakeConfig, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Ids say from which document they come; of the ten documents the last two are validation's."""
+    with TokenFileWriter(tmp_path / "one", vocab_size=300) as writer:
+        for document in range(10):
+            writer.add_documents(np.full(40, document, dtype=writer.dtype), [40])
+    prefix = str(tmp_path / "one")
+    paths = {"train_data_path": [], "valid_data_path": [], "data_path": [prefix], "split": "7,2,1"}
+    datasets = build_datasets(make_config({"train_iters": 30}, **paths), tokenizer)
+    assert {token for sample in tokens_of(datasets.train, 120) for token in sample} == set(range(7))
+    assert {token for sample in tokens_of(datasets.valid[0].dataset, 8) for token in sample} == {7, 8}
+
+
+def test_an_id_beyond_the_vocabulary_is_named_when_it_is_read(
+    make_config: MakeConfig, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with TokenFileWriter(tmp_path / "bad", vocab_size=300) as writer:
+        writer.add_documents(np.full(100, tokenizer.vocab_size, dtype=writer.dtype), [100])
+    train = build_datasets(make_config(train_data_path=[str(tmp_path / "bad")]), tokenizer).train
+    with pytest.raises(DataError, match=rf"bad\.bin holds token id {tokenizer.vocab_size} "):
+        train[0]
+
+
+def build_on_rank(config: Config, tokenizer_path: str) -> list[list[list[int]]]:
     """First samples of the run; in this two-rank world only rank 0 reads the first time, both the second."""
-    tokenizer = Tokenizer.load(tokenizer_path)
+    tokenizer, rank = Tokenizer.load(tokenizer_path), torch.distributed.get_rank()
     alone = build_datasets(config, tokenizer, reads_data=rank == 0)
     assert (alone.train is None) == (rank != 0)
     assert alone.num_train_samples == 20
@@ -278,7 +338,7 @@ def test_ranks_build_once_and_agree(make_config: MakeConfig, tokenizer: Tokenize
     other = write(tmp_path / "other", 101)
     blend = ["0.5", str(tmp_path / "train"), "0.5", other]
     config = make_config(train_data_path=blend)
-    first, second = run_on_ranks(build_on_rank, 2, tmp_path, config, tokenizer.path)
+    first, second = run_on_ranks(2, build_on_rank, config, tokenizer.path)
     assert first == second
     assert len(list((tmp_path / "cache").iterdir())) == 2
     # Without a process group the samples are the same.
