@@ -37,7 +37,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=_number(int, 1), default=100, metavar="N", help="(default: 100)")
     how = parser.add_argument_group("choice of tokens")
     how.add_argument("--greedy", action="store_true", help="always the most likely one")
-    how.add_argument("--temperature", type=_number(float, 0.01), default=1.0, metavar="T", help="(default: 1.0)")
+    how.add_argument(
+        "--temperature", type=_number(float, 0.0), default=1.0, metavar="T", help="0: as --greedy (default: 1.0)"
+    )
     how.add_argument("--top-k", type=_number(int, 0), default=0, metavar="K", help="of the K most likely; 0: of all")
     how.add_argument(
         "--top-p", type=_number(float, 0.0, 1.0), default=1.0, metavar="P", help="of those that make up P of the chance"
@@ -91,6 +93,8 @@ def _prepare(settings: argparse.Namespace, num_processes: int) -> _Job:
     wanted = InferenceSettings(num_processes, mode=settings.precision, fp8_recipe=settings.fp8_recipe)
     saved = read_saved_model(settings.checkpoint, wanted, num_processes, settings.iteration)
     tokenizer = model_tokenizer(saved, settings.tokenizer)
+    if settings.prompts_file == "-" and num_processes > 1:
+        raise BadInputError("--prompts-file -: of several processes only one has an input\n    use: the name of a file")
     prompts = [*settings.prompts, *_prompts_of(settings.prompts_file)] or [""]
     tokens = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
     most = saved.num_positions
@@ -127,7 +131,8 @@ def _generate(job: _Job, model: LoadedModel, settings: argparse.Namespace, write
     from megatron_fp8.generate.text import TextStream
 
     limits = Limits(settings.max_new_tokens, job.tokenizer.eod_id)
-    sampling = Sampling(settings.greedy, settings.temperature, settings.top_k, settings.top_p)
+    greedy = settings.greedy or settings.temperature == 0
+    sampling = Sampling(greedy, settings.temperature, settings.top_k, settings.top_p)
     streams = [TextStream(job.tokenizer, tokens) for tokens in job.tokens]
     follows = writes and len(job.prompts) == 1 and not settings.json and sys.stdout.isatty()
     if follows:

@@ -67,8 +67,7 @@ def prepare(task: PrepareTask, on_step: Callable[[int], None]) -> Preparation:
 
     for number, (seed, path) in enumerate(task.files.items(), start=1):
         config = load_config(task.config, [*task.overrides, f"training.seed={seed}"]).config
-        assert config.data.tokenizer_model is not None
-        datasets = build_datasets(config, Tokenizer.load(config.data.tokenizer_model))
+        datasets = build_datasets(config, Tokenizer.of(config.data))
         samples = [cast(Any, datasets.train)[index] for index in range(datasets.num_train_samples)]
         fields = {name: torch.stack([sample[name] for sample in samples]) for name in FIELDS}
         torch.save({"fields": fields, "learning_rates": _learning_rates(config)}, path)

@@ -60,7 +60,7 @@ def prepare(directory: Path, vocab_size: int, on_progress: Callable[[Progress], 
     """Make the files. Raises CorpusError without text, ValueError for too small a vocabulary, OSError."""
     # Imported here so that recognising a complete directory costs no start-up time.
     from megatron_fp8.data.corpus import read_corpus
-    from megatron_fp8.data.preprocess import DocumentEncoder
+    from megatron_fp8.data.encode import encode_documents
     from megatron_fp8.data.token_file import TokenFileWriter
     from megatron_fp8.data.tokenizer import train_bpe
 
@@ -81,9 +81,7 @@ def prepare(directory: Path, vocab_size: int, on_progress: Callable[[Progress], 
             for document in documents:
                 if document.is_validation != (split == "valid"):
                     continue
-                encoder = DocumentEncoder(tokenizer, append_eod=True)
-                encoder.add(document.text)
-                encoded = encoder.finish()
+                encoded = encode_documents([document.text], tokenizer, append_eod=True)
                 writer.add_documents(encoded.tokens, encoded.lengths_tokens)
                 done_bytes += encoded.text_bytes
                 on_progress(Progress(f"encoding {split}", done_bytes, total_bytes))

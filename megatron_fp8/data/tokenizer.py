@@ -1,4 +1,4 @@
-"""Owns text to token ids and back: a byte-level BPE in a `tokenizer.json` of the `tokenizers` library.
+"""Owns text to token ids and back, for every kind of tokenizer (`vocab/`), and which kind a file is.
 
 Imports no torch, knows nothing of files of tokens.
 """
@@ -8,99 +8,123 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+import numpy as np
+from numpy.typing import NDArray
 
-from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.config.schema import DataConfig
+from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, TYPE, Backend, TokenizerError
+from megatron_fp8.data.vocab.byte_level import ByteLevel
+from megatron_fp8.data.vocab.hugging_face import HuggingFace, train_byte_level_bpe
+from megatron_fp8.data.vocab.sentence_piece import SentencePiece
+from megatron_fp8.data.vocab.tiktoken_ranks import TiktokenRanks, looks_like_ranks
 
-END_OF_DOCUMENT = "<|endoftext|>"
-NUM_BYTES = 256
+__all__ = ["END_OF_DOCUMENT", "TOKENIZER_TYPES", "Tokenizer", "TokenizerError", "train_bpe"]
 
-
-class TokenizerError(BadInputError):
-    """A tokenizer cannot be used; `reason` says why, `use_instead` what to do."""
-
-    def __init__(self, reason: str, use_instead: str) -> None:
-        super().__init__(f"{reason}; {use_instead}")
-        self.reason = reason
-        self.use_instead = use_instead
-
-    def __reduce__(self) -> tuple[type[TokenizerError], tuple[str, str]]:
-        """Pickled by its two texts, so that it survives the way back from a worker process."""
-        return type(self), (self.reason, self.use_instead)
+AUTO = "auto"
+HUGGING_FACE = "HuggingFaceTokenizer"
+SENTENCE_PIECE = "SentencePieceTokenizer"
+TIKTOKEN = "TikTokenizer"
+BYTE_LEVEL = "ByteLevelTokenizer"
+TOKENIZER_TYPES = (AUTO, HUGGING_FACE, SENTENCE_PIECE, TIKTOKEN, BYTE_LEVEL)
+# In a folder, the first of these that is there.
+_FILES_OF_FOLDER = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
+_START_BYTES = 4096
 
 
 class Tokenizer:
-    """A loaded `tokenizer.json`.
+    """A loaded tokenizer of any kind.
 
-    `<|endoftext|>` inside a text is text like any other: only code that joins documents writes `eod_id`, so a
-    document cannot end itself.
+    `<|endoftext|>`, or whatever ends documents, is inside a text what its letters are: only code that joins
+    documents writes `eod_id`, so a document cannot end itself.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, path: str) -> None:
-        vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-        if END_OF_DOCUMENT not in vocabulary:
-            special = sorted(token.content for token in backend.get_added_tokens_decoder().values())
-            raise TokenizerError(
-                f"{path} has no token {END_OF_DOCUMENT} to end documents with (it has {special[:10]})",
-                f"add {END_OF_DOCUMENT} to its added_tokens",
-            )
-        backend.encode_special_tokens = True
-        backend.no_truncation()
-        backend.no_padding()
+    def __init__(self, backend: Backend, tokenizer_type: str, path: str | None) -> None:
         self._backend = backend
+        self.tokenizer_type = tokenizer_type
         self.path = path
-        self.eod_id: int = vocabulary[END_OF_DOCUMENT]
+        self.eod_id = backend.eod_id
         # Not the number of tokens: a vocabulary may have holes, and its largest id needs an embedding row.
-        self.vocab_size: int = max(vocabulary.values()) + 1
+        self.vocab_size = backend.vocab_size
 
     @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
-        """The tokenizer in the file at `path`; TokenizerError for a missing, foreign or broken file."""
-        file = Path(path)
-        if file.is_dir():
-            raise TokenizerError(f"{path} is a directory", f"name the file: {file / 'tokenizer.json'}")
-        if not file.is_file():
-            raise TokenizerError(f"{path} does not exist", "name an existing tokenizer.json")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises a bare Exception for every kind of damage
+    def load(
+        cls,
+        path: str | Path | None,
+        tokenizer_type: str = AUTO,
+        eod_token: str | None = None,
+        tiktoken_pattern: str | None = None,
+    ) -> Tokenizer:
+        """The tokenizer in the file, or folder with one, at `path`; the arguments are the data keys of their names.
+
+        Raises TokenizerError for a missing, foreign or broken file, and where nothing ends documents.
+        """
+        if tokenizer_type not in TOKENIZER_TYPES:
             raise TokenizerError(
-                f"{path} is not a tokenizer.json of the tokenizers library: {error}",
-                "name a whole file of that format (a Hugging Face fast tokenizer has one)",
-            ) from error
-        return cls(backend, str(path))
+                f"there is no tokenizer type {tokenizer_type}", f"use {', '.join(TOKENIZER_TYPES)}", TYPE
+            )
+        if tokenizer_type == BYTE_LEVEL:
+            if path is not None:
+                raise TokenizerError(f"{BYTE_LEVEL} needs no file", "leave the tokenizer model out")
+            return cls(ByteLevel(eod_token or END_OF_DOCUMENT), BYTE_LEVEL, None)
+        if path is None:
+            raise TokenizerError("there is no file", f"name one, or use tokenizer_type {BYTE_LEVEL}, which needs none")
+        file = tokenizer_file(path)
+        kind = _kind_of(file) if tokenizer_type == AUTO else tokenizer_type
+        backend: Backend
+        if kind == HUGGING_FACE:
+            backend = HuggingFace(file, eod_token)
+        elif kind == SENTENCE_PIECE:
+            backend = SentencePiece(file, eod_token)
+        else:
+            backend = TiktokenRanks(file, eod_token, tiktoken_pattern)
+        return cls(backend, kind, str(file))
+
+    @classmethod
+    def of(cls, data: DataConfig) -> Tokenizer:
+        """The tokenizer of a config. Raises TokenizerError."""
+        return cls.load(data.tokenizer_model, data.tokenizer_type, data.eod_token, data.tiktoken_pattern)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without an end-of-document token."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._backend.encode_batch([text])[0].tolist()
         return ids
 
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """Token ids of each text, [num_tokens], of any integer dtype."""
+        return self._backend.encode_batch(texts)
+
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; `eod_id` shows as `<|endoftext|>`."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
-        return text
+        """The text of `ids`; `eod_id` shows as its name."""
+        return self._backend.decode(ids)
+
+
+def tokenizer_file(path: str | Path) -> Path:
+    """The file that `path` names, or that is in the folder it names. Raises TokenizerError."""
+    place = Path(path)
+    if place.is_dir():
+        for pattern in _FILES_OF_FOLDER:
+            for file in sorted(place.glob(pattern)):
+                return file
+        raise TokenizerError(
+            f"{path} is a directory without {', '.join(_FILES_OF_FOLDER)}",
+            "name a tokenizer's file (transformers' AutoTokenizer saves a tokenizer.json)",
+        )
+    if not place.is_file():
+        raise TokenizerError(f"{path} does not exist", "name an existing tokenizer.json, .model or .tiktoken file")
+    return place
+
+
+def _kind_of(file: Path) -> str:
+    """By what the file starts with: a `.model` may be of ranks too."""
+    with file.open("rb") as stream:
+        start = stream.read(_START_BYTES)
+    # The first field of a SentencePiece model, a message in protobuf: a piece.
+    if start[:1] == b"\n" and file.suffix != ".json":
+        return SENTENCE_PIECE
+    return TIKTOKEN if looks_like_ranks(start) else HUGGING_FACE
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer:
-    """Train a byte-level BPE (GPT-2's splitting into words) on `texts`, write it to `path`, return it.
-
-    The same texts give the same file. A corpus too small for `vocab_size` merges gives fewer tokens.
-    Raises ValueError when `vocab_size` has no room for the 256 bytes and `<|endoftext|>`.
-    """
-    if vocab_size < NUM_BYTES + 1:
-        raise ValueError(f"vocab_size {vocab_size} is below {NUM_BYTES + 1}: 256 bytes and {END_OF_DOCUMENT} must fit")
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        show_progress=False,
-        special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )
-    backend.train_from_iterator(texts, trainer=trainer)
-    temporary = Path(f"{path}.incomplete")
-    backend.save(str(temporary))
-    temporary.replace(path)
+    """Train a byte-level BPE on `texts`, write it to `path`, return it (`vocab.hugging_face.train_byte_level_bpe`)."""
+    train_byte_level_bpe(texts, vocab_size, Path(path))
     return Tokenizer.load(path)

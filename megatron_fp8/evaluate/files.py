@@ -27,20 +27,19 @@ class EvaluationFile:
 
 
 def model_tokenizer(saved: SavedModel, given: Path | None) -> Tokenizer:
-    """The tokenizer `given` with `--tokenizer-model`, or that of the run. Raises BadInputError with what is wrong."""
-    path = str(given) if given is not None else saved.config.data.tokenizer_model
-    if path is None:
-        raise BadInputError("the checkpoint's config names no tokenizer: name one with --tokenizer-model FILE")
+    """The tokenizer `given` with `--tokenizer`, or that of the run. Raises BadInputError with what is wrong."""
+    data = saved.config.data
+    if given is not None:
+        data = data.model_copy(update={"tokenizer_model": str(given)})
     try:
-        tokenizer = Tokenizer.load(path)
+        tokenizer = Tokenizer.of(data)
     except TokenizerError as error:
-        named = "--tokenizer-model" if given is not None else "data.tokenizer_model of the checkpoint's config"
-        hint = "" if given is not None else ", or name another with --tokenizer-model FILE"
-        raise BadInputError(f"{named}: {error}{hint}") from error
+        use = "" if given is not None else ", or name the run's tokenizer with --tokenizer FILE"
+        raise BadInputError(f"the tokenizer cannot be used: {error}{use}") from error
     if tokenizer.vocab_size > saved.vocab_size:
         raise BadInputError(
-            f"{path} has {tokenizer.vocab_size} tokens, the model knows {saved.vocab_size}: it is another model's "
-            "tokenizer. Name the right one with --tokenizer-model FILE"
+            f"{tokenizer.path} has {tokenizer.vocab_size} tokens, the model knows {saved.vocab_size}: it is another "
+            "model's tokenizer. Name the right one with --tokenizer FILE"
         )
     return tokenizer
 

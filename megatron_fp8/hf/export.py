@@ -15,9 +15,10 @@ from megatron_fp8.checkpoint.manifest import CheckpointError, damage
 from megatron_fp8.checkpoint.saved_model import MASTER, find_checkpoint, read_config
 from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.schema import Config
+from megatron_fp8.data.tokenizer import AUTO, END_OF_DOCUMENT, HUGGING_FACE, Tokenizer
 from megatron_fp8.hf.families import config_json, tensor_groups
 from megatron_fp8.hf.groups import TensorGroup
-from megatron_fp8.hf.tokenizer_files import copy_tokenizer, describe_tokenizer, require_tokenizer
+from megatron_fp8.hf.tokenizer_files import TOKENIZER, copy_tokenizer, describe_tokenizer, require_tokenizer
 from megatron_fp8.hf.workplace import new_folder, require_new
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ def export_checkpoint(
     with new_folder(folder) as place:
         if tokenizer is not None:
             copy_tokenizer(tokenizer, place)
-            description |= describe_tokenizer(place, config.model.max_position_embeddings or config.model.seq_length)
+            num_positions = config.model.max_position_embeddings or config.model.seq_length
+            description |= describe_tokenizer(place, num_positions, config.data.eod_token or END_OF_DOCUMENT)
         description["torch_dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
         (place / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
         shapes = {name: shape for group in groups for name, shape in group.their_shapes.items()}
@@ -99,9 +101,17 @@ def export_checkpoint(
 def _tokenizer(config: Config, settings: ExportSettings) -> Path:
     if settings.tokenizer is not None:
         return require_tokenizer(settings.tokenizer, "--tokenizer")
-    if config.data.tokenizer_model is None:
+    if config.data.tokenizer_model is None and config.data.tokenizer_type == AUTO:
         raise BadInputError("the run has no data.tokenizer_model: use --tokenizer FILE, or --no-tokenizer")
-    return require_tokenizer(Path(config.data.tokenizer_model), "--tokenizer")
+    if config.data.tokenizer_model is not None and not Path(config.data.tokenizer_model).exists():
+        return require_tokenizer(Path(config.data.tokenizer_model), "--tokenizer")
+    tokenizer = Tokenizer.of(config.data)
+    if tokenizer.path is None or tokenizer.tokenizer_type != HUGGING_FACE:
+        raise BadInputError(
+            f"the run's tokenizer is a {tokenizer.tokenizer_type}, which does not become a {TOKENIZER}: name one of "
+            "the same tokens with --tokenizer FILE, or say --no-tokenizer"
+        )
+    return Path(tokenizer.path)
 
 
 def _require_tensors(checkpoint: Path, reader: TensorReader, groups: Sequence[TensorGroup]) -> None:

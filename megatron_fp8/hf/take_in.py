@@ -160,7 +160,7 @@ def _notes(tokenizer: Path | None) -> list[str]:
         return ["there is no tokenizer: set data.tokenizer_model before training"]
     if not ends_documents(tokenizer):
         return [
-            "the tokenizer has no <|endoftext|>, which this project's data puts between documents: add it to "
-            f"added_tokens in {TOKENIZER} before data is made with it"
+            "the tokenizer has neither <|endoftext|> nor an end token of its own to put between documents: set "
+            f"data.eod_token, or add one to added_tokens in {TOKENIZER}, before data is made with it"
         ]
     return []

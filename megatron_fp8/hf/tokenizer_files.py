@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp8.config.problem import BadInputError
-from megatron_fp8.data.tokenizer import END_OF_DOCUMENT
+from megatron_fp8.data.tokenizer import Tokenizer, TokenizerError
+from megatron_fp8.data.vocab.backend import EOD
 
 TOKENIZER = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
@@ -35,10 +36,10 @@ def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
             shutil.copyfile(tokenizer.with_name(name), folder / name)
 
 
-def describe_tokenizer(folder: Path, num_positions: int) -> dict[str, int]:
+def describe_tokenizer(folder: Path, num_positions: int, eod_token: str) -> dict[str, int]:
     """Make the copied tokenizer one that transformers loads; the ids of its special tokens, for `config.json`.
 
-    A tokenizer of this project's has `<|endoftext|>` between documents: it ends a text, and begins one, as in GPT-2.
+    Without a description of its own, what stands between documents ends a text, and begins one, as in GPT-2.
     It pads as well, since Trainer wants a token for that; not in `config.json`, which would freeze its embedding.
     """
     path = folder / _CONFIG
@@ -47,9 +48,9 @@ def describe_tokenizer(folder: Path, num_positions: int) -> dict[str, int]:
     else:
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": END_OF_DOCUMENT,
-            "eos_token": END_OF_DOCUMENT,
-            "pad_token": END_OF_DOCUMENT,
+            "bos_token": eod_token,
+            "eos_token": eod_token,
+            "pad_token": eod_token,
             "model_max_length": num_positions,
             "clean_up_tokenization_spaces": False,
         }
@@ -65,8 +66,14 @@ def describe_tokenizer(folder: Path, num_positions: int) -> dict[str, int]:
 
 
 def ends_documents(tokenizer: Path) -> bool:
-    """Whether a tokenizer has the token that this project's data puts between documents."""
-    return END_OF_DOCUMENT in _added_tokens(tokenizer)
+    """Whether a tokenizer has a token to put between documents. Raises TokenizerError for a broken file."""
+    try:
+        Tokenizer.load(tokenizer)
+    except TokenizerError as error:
+        if error.key != EOD:
+            raise
+        return False
+    return True
 
 
 def _added_tokens(tokenizer: Path) -> dict[str, int]:

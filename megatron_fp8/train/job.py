@@ -63,11 +63,9 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float) -> Jo
     with ExitStack() as stack:
         run_directory, recorder = _open_run(config, start)
         stack.callback(recorder.close)
-        if config.data.tokenizer_model is None:
-            raise ValueError("data.tokenizer_model is not set")
         checkpoints = _checkpoint_directory(config, run_directory)
         parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder, checkpoints)
-        datasets = build_datasets(config, Tokenizer.load(config.data.tokenizer_model), reads_data=parts.reads_data)
+        datasets = build_datasets(config, Tokenizer.of(config.data), reads_data=parts.reads_data)
         recorder.write("start", _description(config, layout, device, run_directory))
         progress = None
         if start.checkpoint is not None:

@@ -1,0 +1,1 @@
+"""Texts to be encoded: which files they are in, and reading these in blocks from any position."""

@@ -1,0 +1,192 @@
+"""Owns reading the inputs block by block, from any position; memory is bounded by the block, not by the file.
+
+Where a block ends does not depend on where reading began, so work that goes on later reads the same blocks' ends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, groupby
+
+import pyarrow
+import pyarrow.parquet
+
+from megatron_fp8.data.sources.block import BLOCK_BYTES, Block, InputError, Piece, Position
+from megatron_fp8.data.sources.files import JSONL, PARQUET, InputFile
+from megatron_fp8.data.sources.stream import Stream
+
+LONGEST_LINE_BYTES = 2**28
+_MOST_ROWS = 10_000
+# The last line end with text on both sides: splitting there gives the tokens of the whole with the usual patterns.
+_LINE_END = re.compile(rb"\S\n(?=\S)")
+_TAIL_BYTES = 2**14
+
+
+def read_blocks(
+    files: Sequence[InputFile], keys: Sequence[str], start: Position | None = None, block_bytes: int = BLOCK_BYTES
+) -> Iterator[Block]:
+    """The texts of `files` from `start` on, in blocks of about `block_bytes`. Raises InputError and OSError."""
+    start = start or Position()
+    stored_before = [0, *accumulate(file.size_bytes for file in files)]
+    for format_, group in groupby(range(start.file, len(files)), lambda index: files[index].format):
+        here = [(index, start if index == start.file else Position(index)) for index in group]
+        blocks: Iterator[Block]
+        if format_ == JSONL:
+            blocks = (block for index, at in here for block in _lines(files[index], at, block_bytes))
+        elif format_ == PARQUET:
+            blocks = (block for index, at in here for block in _rows(files[index], at, keys, block_bytes))
+        else:
+            blocks = _pieces(files, here, block_bytes)
+        for block in blocks:
+            yield replace(block, done_bytes=stored_before[block.end.file] + block.done_bytes)
+
+
+def _lines(file: InputFile, start: Position, block_bytes: int) -> Iterator[Block]:
+    """Whole lines, in blocks that end where a line does."""
+    source = str(file.path)
+    offset, number = start.offset, start.number
+    with Stream(file.path, offset) as stream:
+
+        def block(lines: bytes, num_lines: int, broken: str | None = None) -> Block:
+            end = Position(start.file, offset, number)
+            first = number - num_lines
+            return Block("lines", source, first, end, len(lines), stream.stored_bytes, lines, broken=broken)
+
+        parts: list[bytes] = []
+        size = 0
+        too_long = False
+        while chunk := stream.read(block_bytes):
+            if too_long:
+                skipped = chunk.find(b"\n") + 1 or len(chunk)
+                offset += skipped
+                too_long = chunk[skipped - 1 : skipped] != b"\n"
+                chunk = chunk[skipped:]
+                if not too_long:
+                    number += 1
+                    yield block(b"", 1, f"longer than {LONGEST_LINE_BYTES:,} bytes")
+            cut = chunk.rfind(b"\n") + 1
+            parts.append(chunk[:cut] if cut else chunk)
+            size += len(parts[-1])
+            if cut:
+                lines = b"".join(parts)
+                offset += len(lines)
+                num_lines = lines.count(b"\n")
+                number += num_lines
+                parts, size = [chunk[cut:]], len(chunk) - cut
+                yield block(lines, num_lines)
+            elif size > LONGEST_LINE_BYTES:
+                offset += size
+                parts, size, too_long = [], 0, True
+        if too_long:
+            number += 1
+            yield block(b"", 1, f"longer than {LONGEST_LINE_BYTES:,} bytes")
+        elif size:
+            offset += size
+            number += 1
+            yield block(b"".join(parts), 1)
+
+
+def _rows(file: InputFile, start: Position, keys: Sequence[str], block_bytes: int) -> Iterator[Block]:
+    """The columns `keys`, a row group after the other, each in batches of rows."""
+    source = str(file.path)
+    try:
+        # Without a buffer of its own the reader would take whole column chunks into memory.
+        with pyarrow.parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=2**20) as parquet:
+            metadata = parquet.metadata
+            row = 0
+            for group in range(metadata.num_row_groups):
+                num_rows = metadata.row_group(group).num_rows
+                if row + num_rows <= start.offset:
+                    row += num_rows
+                    continue
+                batch_rows = _batch_rows(metadata.row_group(group), keys, block_bytes)
+                for batch in parquet.iter_batches(batch_rows, [group], list(keys), use_threads=False):
+                    skipped = min(max(start.offset - row, 0), batch.num_rows)
+                    row += batch.num_rows
+                    if skipped == batch.num_rows:
+                        continue
+                    first = row - batch.num_rows + skipped + 1
+                    rows = {key: batch.column(key).slice(skipped).to_pylist() for key in keys}
+                    end = Position(start.file, row, row + 1)
+                    size = sum(batch.column(key).slice(skipped).nbytes for key in keys)
+                    done = file.size_bytes * row // metadata.num_rows
+                    yield Block("rows", source, first, end, size, done, rows=rows)
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise InputError(f"{source} is damaged: {error}") from error
+
+
+def _batch_rows(group: pyarrow.parquet.RowGroupMetaData, keys: Sequence[str], block_bytes: int) -> int:
+    """Rows that hold about `block_bytes` of text."""
+    columns = (group.column(number) for number in range(group.num_columns))
+    size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
+    return min(max(block_bytes * group.num_rows // max(size, 1), 1), _MOST_ROWS)
+
+
+def _pieces(files: Sequence[InputFile], here: Sequence[tuple[int, Position]], block_bytes: int) -> Iterator[Block]:
+    """Files of text, many in a block; one that is longer than a block in several."""
+    pieces: list[Piece] = []
+    size = 0
+    for index, start in here:
+        offset = start.offset
+        with Stream(files[index].path, offset) as stream:
+            for text, is_last in _parts_of_text(stream, block_bytes):
+                continues = offset > 0
+                if pieces and (continues or size + len(text) > block_bytes or not is_last):
+                    # A document in several pieces begins its own block, so that only a block's ends are open.
+                    yield _piece_block(pieces, Position(index))
+                    pieces, size = [], 0
+                pieces.append(Piece(str(files[index].path), text))
+                size += len(text)
+                offset += len(text)
+                if continues or not is_last:
+                    end = Position(index + 1) if is_last else Position(index, offset)
+                    yield _piece_block(pieces, end, continues, not is_last, 0 if is_last else stream.stored_bytes)
+                    pieces, size = [], 0
+    if pieces:
+        yield _piece_block(pieces, Position(here[-1][0] + 1))
+
+
+def _piece_block(
+    pieces: Sequence[Piece], end: Position, continues: bool = False, open_end: bool = False, done_bytes: int = 0
+) -> Block:
+    size = sum(len(piece.text) for piece in pieces)
+    return Block(
+        "pieces",
+        pieces[0].source,
+        1,
+        end,
+        size,
+        done_bytes,
+        pieces=tuple(pieces),
+        continues=continues,
+        open_end=open_end,
+    )
+
+
+def _parts_of_text(stream: Stream, part_bytes: int) -> Iterator[tuple[bytes, bool]]:
+    """(a part of at most `part_bytes`, whether it is the last) of a text; an empty text is one empty part."""
+    buffer = b""
+    while True:
+        while len(buffer) <= part_bytes:
+            chunk = stream.read(part_bytes)
+            if not chunk:
+                yield buffer, True
+                return
+            buffer += chunk
+        cut = _cut_of(buffer, part_bytes)
+        yield buffer[:cut], False
+        buffer = buffer[cut:]
+
+
+def _cut_of(text: bytes, most_bytes: int) -> int:
+    """Where to cut a longer text: after a line, where there is one, and never inside a character."""
+    for begin in (max(most_bytes - _TAIL_BYTES, 0), 0):
+        ends = [match.end() for match in _LINE_END.finditer(text, begin, most_bytes + 1) if match.end() <= most_bytes]
+        if ends:
+            return ends[-1]
+    cut = most_bytes
+    while cut > 1 and text[cut] & 0xC0 == 0x80:
+        cut -= 1
+    return cut

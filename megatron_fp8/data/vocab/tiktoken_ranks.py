@@ -1,0 +1,107 @@
+"""Owns files of ranks as tiktoken has them: a line is a token's bytes in base64 and its rank, which is its id.
+
+Such a file does not say how text is split into words before tokens are merged, so the pattern must be named: one of
+`PATTERNS`, or a regular expression. Sources of the patterns: tiktoken's `openai_public`, and of `v1` and `v2`
+Megatron Core's `tiktoken_tokenizer`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+from numpy.typing import NDArray
+
+from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, PATTERN, TokenizerError
+
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORTENED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
+    r"|\s+(?!\S)|\s"
+)
+PATTERNS = {
+    "gpt2": _GPT2,
+    "r50k_base": _GPT2,
+    "p50k_base": _GPT2,
+    "cl100k_base": _CL100K,
+    "o200k_base": _WORDS % (_SHORTENED, _SHORTENED) + r"|\p{N}{1,3}" + _TAIL,
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": _WORDS % ("", "") + r"|\p{N}" + _TAIL,
+}
+# Where the published encodings have their end of a document; elsewhere it is the first id after the ranks.
+_PUBLISHED_EODS = {"gpt2": 50256, "r50k_base": 50256, "p50k_base": 50256, "cl100k_base": 100257, "o200k_base": 199999}
+
+
+class TiktokenRanks:
+    """A `Backend` of a file of ranks. `pattern` None: by the file's name, where that is a published one's."""
+
+    def __init__(self, path: Path, eod_token: str | None, pattern: str | None) -> None:
+        name = pattern or path.name.partition(".")[0]
+        if pattern is None and name not in PATTERNS:
+            raise TokenizerError(
+                f"{path} holds ranks, and not how text is split before merging",
+                f"name the pattern with data.tiktoken_pattern: {', '.join(PATTERNS)}, or a regular expression",
+                PATTERN,
+            )
+        ranks = read_ranks(path)
+        self.eod_token = eod_token or END_OF_DOCUMENT
+        after = max(ranks.values()) + 1
+        published = _PUBLISHED_EODS.get(name, after)
+        # A file of ranks of one's own may be split as a published one is, and be larger or much smaller.
+        self.eod_id = published if path.name.partition(".")[0] == name and published >= after else after
+        self.vocab_size = self.eod_id + 1
+        try:
+            self._encoding = tiktoken.Encoding(
+                name,
+                pat_str=PATTERNS.get(name, name),
+                mergeable_ranks=ranks,
+                special_tokens={self.eod_token: self.eod_id},
+            )
+        except Exception as error:  # the library raises what its regular expressions do, and bare assertions
+            reason = f"{name} is neither one of {', '.join(PATTERNS)} nor a regular expression of tiktoken: {error!r}"
+            raise TokenizerError(reason, "name one of these", PATTERN) from error
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """Ids of each text."""
+        return [np.array(self._encoding.encode_ordinary(text), dtype=np.int32) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; bytes that are no UTF-8 show as replacement characters. Raises KeyError for no id."""
+        return self._encoding.decode([int(token) for token in ids])
+
+
+def looks_like_ranks(start: bytes) -> bool:
+    """Whether a file that starts with `start` can be one of ranks."""
+    parts = start.partition(b"\n")[0].split()
+    try:
+        return len(parts) == 2 and parts[1].isdigit() and bool(base64.b64decode(parts[0], validate=True))
+    except binascii.Error:
+        return False
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Rank of each token. Raises TokenizerError, with the line, for a file that is broken or lacks a byte."""
+    ranks: dict[bytes, int] = {}
+    use = "name a whole file of ranks: a line is base64, a space, a number"
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:  # binascii's error is one too
+            raise TokenizerError(f"{path}, line {number}: is no token and rank: {error}", use) from error
+    missing = [byte for byte in range(256) if bytes((byte,)) not in ranks]
+    if missing:
+        raise TokenizerError(f"{path} has no rank for the byte {missing[0]}: not every text can be encoded", use)
+    if len(set(ranks.values())) < len(ranks):
+        raise TokenizerError(f"{path} gives two tokens the same rank", use)
+    return ranks

@@ -1,0 +1,66 @@
+"""Owns the processes that encode blocks. Results come in the order of the blocks, whatever the number of processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import lru_cache
+from multiprocessing.connection import wait
+
+from megatron_fp8.data.encode import EncodedBlock, Settings, TokenizerFile, encode_block
+from megatron_fp8.data.sources.block import Block
+from megatron_fp8.data.tokenizer import Tokenizer
+
+BLOCKS_AHEAD_PER_WORKER = 3
+
+
+def encode_blocks(
+    blocks: Iterator[Block], tokenizer: Tokenizer, settings: Settings, num_workers: int
+) -> Generator[EncodedBlock, None, None]:
+    """`encode_block` of each; one worker is this process. A bounded number of blocks is in memory."""
+    if num_workers == 1:
+        for block in blocks:
+            yield encode_block(block, tokenizer, settings)
+        return
+    # Spawned, not forked: the tokenizer's library keeps threads that do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker) as pool:
+        waiting: deque[Future[EncodedBlock]] = deque()
+        try:
+            for block in blocks:
+                waiting.append(pool.submit(_encode_in_worker, block, settings))
+                if len(waiting) >= num_workers * BLOCKS_AHEAD_PER_WORKER:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _start_worker() -> None:
+    """The program's end is this process's end too, however it comes; Ctrl-C is the program's matter."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+@lru_cache(maxsize=1)
+def _tokenizer_of_worker(file: TokenizerFile) -> Tokenizer:
+    """Loaded once a process: it costs as much as encoding a block."""
+    return file.load()
+
+
+def _encode_in_worker(block: Block, settings: Settings) -> EncodedBlock:
+    return encode_block(block, _tokenizer_of_worker(settings.tokenizer), settings)
