@@ -17,6 +17,12 @@ PYTEST_WORKERS ?= -n 2 --dist loadfile
 # Passed on: make train ARGS="training.train_iters=50", make test ARGS="tests/config -x".
 ARGS ?=
 
+# Two texts by the model that was just trained: that of the newest checkpoints, unless ARGS put it elsewhere.
+ifeq (,$(findstring run.root,$(ARGS))$(findstring checkpoint.save=,$(ARGS)))
+SAMPLES = $(VENV)/bin/python tools/generate.py "$$(ls -td runs/*/checkpoints | head -n 1)" "def " "import " \
+	    --max-new-tokens 40 --temperature 0.8 --top-k 40
+endif
+
 # One thread per rank: several ranks share the machine's cores.
 export OMP_NUM_THREADS ?= 1
 
@@ -29,6 +35,7 @@ train: $(VENV_READY) $(QUICKSTART_READY) ## pretrain a small GPT on four ranks, 
 	$(VENV)/bin/python pretrain.py configs/quickstart.yaml run.new_name_if_exists=true $(ARGS) --check --world-size 4
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 4 \
 	    pretrain.py configs/quickstart.yaml run.new_name_if_exists=true $(ARGS)
+	$(SAMPLES)
 
 .PHONY: test
 test: $(VENV_READY) ## run the tests (ARGS="tests/config -x" for some of them)
