@@ -192,6 +192,15 @@ def test_every_layout_keeps_documents_apart_alike(model: dict[str, Any], documen
             assert run == pytest.approx(expected, rel=2e-5), layout
 
 
+def test_dropout_of_documents_is_recomputed_alike(documents: dict[str, Any]) -> None:
+    dropout = {"attention_dropout": 0.2, "hidden_dropout": 0.1, "num_layers": 2}
+    recomputed = {**dropout, "recompute_granularity": "full"}
+    models = [dropout, recomputed, {**dropout, "attention_dropout": 0.0}]
+    ((plain, again, weaker),) = run_on_ranks(1, steps, [config_of(model=each, data=documents) for each in models])
+    assert again == plain
+    assert weaker[0] != plain[0]
+
+
 def test_fp8_trains_on_documents_kept_apart(documents: dict[str, Any]) -> None:
     """Near FP32's losses, over sequence-parallel ranks and recomputed."""
     sections = {
