@@ -1,7 +1,4 @@
-"""Owns what the command lines over a checkpoint's model have in common: its options, and how mistakes are said.
-
-Imports no torch.
-"""
+"""Owns what the command lines over a checkpoint's model have in common: its options, and how mistakes are said."""
 
 from __future__ import annotations
 

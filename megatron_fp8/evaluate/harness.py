@@ -123,7 +123,7 @@ class HarnessModel(TemplateLM):
                 f"max_gen_toks={limit} leaves no room for a context: the model has {self.max_length} positions. Use "
                 f"--gen-kwargs max_gen_toks=N with N below {self.max_length}"
             )
-        sampling = _sampling(wanted)
+        sampling = sampling_of(wanted)
         prompts = [(self._text.encode(context) or [self.eot_token_id])[-room:] for context in contexts]
         limits = Limits(limit, self.eot_token_id)
         continuations = generate(self._loaded, prompts, limits, sampling, self._seed)
@@ -131,7 +131,7 @@ class HarnessModel(TemplateLM):
         return [postprocess_generated_text(text, until, None) for text in texts]
 
 
-def _sampling(settings: dict[str, Any]) -> Sampling:
+def sampling_of(settings: dict[str, Any]) -> Sampling:
     """How tokens are chosen. Raises BadInputError for what is not known here."""
     settings = {name: value for name, value in settings.items() if value is not None}
     sampled = bool(settings.pop("do_sample", False))
