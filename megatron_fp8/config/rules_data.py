@@ -30,9 +30,8 @@ def check_data_keys(facts: Facts) -> Iterator[Finding]:
         )
     if data.tokenizer_model is None and data.tokenizer_type != NO_FILE_TYPE:
         reason = "the vocabulary and the token that ends documents come from it"
-        yield Finding(
-            "tokenizer", TOKENIZER, reason, (), f"the path of a tokenizer.json or another tokenizer's file, or data.tokenizer_type={NO_FILE_TYPE}"
-        )
+        use = f"the path of a tokenizer.json or another tokenizer's file, or data.tokenizer_type={NO_FILE_TYPE}"
+        yield Finding("tokenizer", TOKENIZER, reason, (), use)
     yield from _data_path(facts)
     yield from _documents(facts)
 
@@ -65,8 +64,8 @@ def _documents(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "positions of RoPE",
             key,
-            "RoPE takes positions from what attention sees, and that is the whole sample: they restart with "
-            f"{attention} only, and then always",
+            "RoPE counts from the first token that attention sees, and that is the sample's first: positions restart "
+            f"with {attention} only, and then always",
             (
                 Alternative(attention, [True]),
                 Alternative(key, [False]),

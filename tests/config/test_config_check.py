@@ -111,7 +111,7 @@ def test_valid_configs_pass(tmp_path: Path, overrides: list[str], world_size: in
         (["data.valid_data_path=[]"], 1, "data.valid_data_path", "eval_iters=10", "training.eval_iters=0"),
         (
             ["data.reset_position_ids=true"],
-            *(1, "data.reset_position_ids", "restart with data.reset_attention_mask only", "attention_mask=true"),
+            *(1, "data.reset_position_ids", "with data.reset_attention_mask only", "attention_mask=true"),
         ),
         (["data.tokenizer_model=null"], 1, "data.tokenizer_model", "vocabulary", "tokenizer.json"),
     ],
