@@ -35,12 +35,13 @@ def measure_checkpoints(config: Config, directory: Path, num_rounds: int) -> Che
     try:
         run.step()
         subject = _Subject(run.parts.checkpointer.live, directory)
-        rounds = [subject.round(number) for number in range(num_rounds)]
+        rounds = [subject.round(number) for number in range(1, num_rounds + 1)]
+        # By itself: looking at memory takes time of its own.
+        extra_bytes = subject.extra_bytes(num_rounds + 1)
     finally:
         run.close()
     times = {name: median(round_[name] for round_ in rounds) for name in rounds[0]}
-    extra = int(times.pop("extra_bytes"))
-    return CheckpointCost(state_bytes=subject.num_bytes, extra_bytes=extra, **times)
+    return CheckpointCost(state_bytes=subject.num_bytes, extra_bytes=extra_bytes, **times)
 
 
 class _Subject:
@@ -58,25 +59,30 @@ class _Subject:
     def round(self, number: int) -> dict[str, float]:
         """Every subject once."""
         plain, raw = self._root / "plain.pt", self._root / "raw"
-        manifest = Manifest(number + 1, "", {}, self._live.scalars(), {})
-        with _PeakMemory() as memory:
-            started = time.perf_counter()
-            self._writer.start(manifest)
-            hold_up = time.perf_counter() - started
-            self._writer.wait()
-            save = time.perf_counter() - started
+        manifest = Manifest(number, "", {}, self._live.scalars(), {})
+        started = time.perf_counter()
+        self._writer.start(manifest)
+        hold_up = time.perf_counter() - started
+        self._writer.wait()
+        save = time.perf_counter() - started
         copies = [tensor.clone() for tensor in self._tensors]
         found = {
             "hold_up": hold_up,
             "save": save,
-            "extra_bytes": float(memory.extra_bytes),
             "torch_save": _seconds(lambda: _write_synced(plain, lambda file: torch.save(copies, file))),
             "write": _seconds(lambda: _write_synced(raw, lambda file: file.write(bytes(self.num_bytes)))),
-            "load": _seconds(lambda: self._live.load(self._directory.path(number + 1), manifest.counters)),
+            "load": _seconds(lambda: self._live.load(self._directory.path(number), manifest.counters)),
             "torch_load": _seconds(lambda: torch.load(plain, weights_only=True)),
         }
         self._directory.prune(keep_last=1, retain_interval=None)
         return found
+
+    def extra_bytes(self, number: int) -> int:
+        """Most memory that a save takes beyond that of training."""
+        with _PeakMemory() as memory:
+            self._writer.start(Manifest(number, "", {}, self._live.scalars(), {}))
+            self._writer.wait()
+        return memory.extra_bytes
 
 
 class _PeakMemory:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ MANIFEST = "manifest.json"
 _SUMS_PREFIX = ".sums-"
 _BLOCK_BYTES = 1 << 20
 _MOST_THREADS = 4
+_FLUSH_SECONDS = 0.02
 # The manifest's sum of itself, as a person would not notice a digit that changed.
 _OWN_SUM = "sha256"
 
@@ -175,5 +178,30 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def flushed_meanwhile(path: Path) -> Iterator[None]:
+    """Bring a file to the disk while it is being written inside, so that little is left to wait for at its end.
+
+    Raises OSError when the disk does not take it: the system says so once, so that a later `sync` would not know.
+    """
+    written = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        flushing = pool.submit(_flush_until, written, path)
+        try:
+            yield
+        finally:
+            written.set()
+        flushing.result()
+
+
+def _flush_until(written: threading.Event, path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        while not written.wait(_FLUSH_SECONDS):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.live import LiveState
 from megatron_fp8.checkpoint.mailbox import use_mailbox
-from megatron_fp8.checkpoint.manifest import CheckpointError, Manifest, write_sums
+from megatron_fp8.checkpoint.manifest import CheckpointError, Manifest, flushed_meanwhile, write_sums
 from megatron_fp8.checkpoint.together import on_rank_0
 
 
@@ -154,12 +154,16 @@ def _with_sums(request: AsyncRequest, path: Path) -> AsyncRequest:
 
 
 def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> tuple[int, list[Any]]:
-    """Write one file by Megatron's means; what it holds where. Raises what went wrong."""
+    """Write one file by Megatron's means while the disk takes what is there already; what it holds where.
+
+    Raises what went wrong.
+    """
     results: queue.Queue[Any] = queue.Queue()
     counts: queue.Queue[int] = queue.Queue()
     counts.put(number)
-    # Brought to the disk while it is summed, in `write_sums`.
-    FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, results, counts, use_fsync=False)
+    with flushed_meanwhile(Path(bucket[0])):
+        # The rest is brought to the disk while the file is summed, in `write_sums`.
+        FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, results, counts, use_fsync=False)
     _, written = results.get_nowait()
     if isinstance(written, Exception):
         raise _system_error(written)
