@@ -15,6 +15,7 @@ _SAYS_NOTHING = {
     r"torch\.range is deprecated": UserWarning,
     # Megatron Core calls torch by these names.
     r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated": FutureWarning,
+    "`load_state_dict` is deprecated": FutureWarning,
 }
 # Of the order of kernels on a GPU.
 _SAYS_NOTHING_WHEN_EMULATED = {"To guarantee overlapping TP and SP collectives": UserWarning}
