@@ -52,7 +52,7 @@ def check_token_file(
         index = read_index(prefix)
     except TokenFileError as error:
         return [Problem(key, prefix, str(error), f"use an existing prefix, or {MAKE_AGAIN}")]
-    mistake = _mistake_of_pair(prefix, index)
+    mistake = mistake_of_pair(prefix, index)
     if mistake is not None:
         # Ids are not worth reading: where they start and end is unknown.
         return [Problem(key, prefix, mistake, MAKE_AGAIN)]
@@ -72,7 +72,7 @@ def check_token_file(
     ]
 
 
-def _mistake_of_pair(prefix: str, index: TokenIndex) -> str | None:
+def mistake_of_pair(prefix: str, index: TokenIndex) -> str | None:
     """Why `.idx` and `.bin` cannot belong together, if so."""
     path = bin_path(prefix)
     if not path.is_file():

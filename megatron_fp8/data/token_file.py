@@ -129,9 +129,10 @@ class TokenFileWriter:
     Memory: 4 bytes a document.
     """
 
-    def __init__(self, prefix: str | Path, vocab_size: int) -> None:
+    def __init__(self, prefix: str | Path, vocab_size: int = 0, dtype: np.dtype | None = None) -> None:
+        """`dtype`: of the ids; None: the smallest for `vocab_size`."""
         self.prefix = Path(prefix)
-        self.dtype = token_dtype(vocab_size)
+        self.dtype = dtype if dtype is not None else token_dtype(vocab_size)
         self.num_tokens = 0
         self._lengths = array("i")
         self._temporary_bin = bin_path(f"{self.prefix}.incomplete")
