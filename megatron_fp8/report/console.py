@@ -11,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megatron_fp8.report.record import Value
 
+DATA_WAIT_WORTH_SAYING = 0.01
+
 
 class ConsoleSink:
     """Lines on the console and in `log_path`; a bar below them when the console is a terminal.
@@ -67,6 +69,8 @@ def format_record(record: Mapping[str, Value], train_iters: int) -> str:
         parts.append(f"learning-rate {record['learning-rate']:.2e}")
         parts += [f"{name} {record[name]:g}" for name in ("loss-scale", "skipped-iterations") if record.get(name)]
         parts.append(f"tokens/s {record['tokens-per-second']:,.0f}")
+        if float(record.get("data-wait-share") or 0.0) >= DATA_WAIT_WORTH_SAYING:
+            parts.append(f"waits for data {record['data-wait-share']:.0%}")
         parts.append(f"time left {_time_left(record)}")
         return " | ".join(parts)
     if record["event"] == "validation":

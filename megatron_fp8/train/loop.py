@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+import torch.distributed
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_fp8.config.schema import Config
@@ -130,7 +132,10 @@ def _record_interval(
     pace: Pace,
     data_wait_seconds: float,
 ) -> None:
-    timing = pace.take_interval()
+    timing = pace.take_interval(data_wait_seconds)
+    data_wait = torch.tensor(timing.data_wait_seconds, device=parts.device.torch_device)
+    # One rank that reads slowly holds all of them up.
+    torch.distributed.all_reduce(data_wait, torch.distributed.ReduceOp.MAX)
     parts.recorder.write(
         "train",
         {
@@ -145,7 +150,8 @@ def _record_interval(
             "seconds-left": timing.seconds_left,
             "consumed-samples": state.consumed_samples,
             "consumed-tokens": state.consumed_tokens,
-            "data-wait-seconds": data_wait_seconds,
+            "data-wait-seconds": float(data_wait),
+            "data-wait-share": float(data_wait) / timing.seconds,
             "peak-memory-bytes": parts.device.peak_memory_bytes(),
         },
     )

@@ -13,6 +13,10 @@ class IntervalTiming:
     seconds_per_step: float
     tokens_per_second: float
     seconds_left: float
+    data_wait_seconds: float
+    """How long the steps together waited for data, on this rank."""
+    seconds: float
+    """What the steps together took."""
 
 
 class Pace:
@@ -23,6 +27,7 @@ class Pace:
         self._tokens_per_step = tokens_per_step
         self._interval_started = time.perf_counter()
         self._interval_steps = 0
+        self._data_wait_seconds = 0.0
 
     def step_done(self) -> None:
         """Count a step."""
@@ -36,10 +41,16 @@ class Pace:
         yield
         self._interval_started += time.perf_counter() - paused_at
 
-    def take_interval(self) -> IntervalTiming:
-        """Timing of the steps since the last call, of which there must be one at least."""
+    def take_interval(self, data_wait_seconds: float) -> IntervalTiming:
+        """Timing of the steps since the last call, of which there must be one at least.
+
+        `data_wait_seconds`: how long the run has waited for data since its start.
+        """
         now = time.perf_counter()
-        seconds = (now - self._interval_started) / self._interval_steps
+        seconds = now - self._interval_started
+        per_step = seconds / self._interval_steps
+        waited = data_wait_seconds - self._data_wait_seconds
         self._interval_started = now
         self._interval_steps = 0
-        return IntervalTiming(seconds, self._tokens_per_step / seconds, seconds * self._steps_left)
+        self._data_wait_seconds = data_wait_seconds
+        return IntervalTiming(per_step, self._tokens_per_step / per_step, per_step * self._steps_left, waited, seconds)

@@ -19,7 +19,15 @@ from tests.small_run import VOCAB_SIZE, small_config
 STEPS_BEFORE, STEPS = 3, 6
 # What a run records of time and of this machine.
 _NOT_COMPARED = frozenset(
-    {"iteration-time", "tokens-per-second", "seconds-left", "data-wait-seconds", "peak-memory-bytes", "seconds"}
+    {
+        "iteration-time",
+        "tokens-per-second",
+        "seconds-left",
+        "data-wait-seconds",
+        "data-wait-share",
+        "peak-memory-bytes",
+        "seconds",
+    }
 )
 _SERIES = ("train", "validation", "fp8", "fp8-check", "fp8-fallback")
 

@@ -51,7 +51,14 @@ if __name__ == "__main__":
 """
 # Of a step, and nothing of time or of this machine.
 NOT_COMPARED = {
-    *("iteration-time", "tokens-per-second", "seconds-left", "data-wait-seconds", "peak-memory-bytes"),
+    *(
+        "iteration-time",
+        "tokens-per-second",
+        "seconds-left",
+        "data-wait-seconds",
+        "data-wait-share",
+        "peak-memory-bytes",
+    ),
     "seconds",
 }
 OVERRIDES = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")

@@ -34,6 +34,7 @@ SERIES = {
         "consumed-samples",
         "consumed-tokens",
         "data-wait-seconds",
+        "data-wait-share",
         "peak-memory-bytes",
     },
     "fp8": {"iteration"},
