@@ -97,6 +97,8 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: list[Instance], **options: Any) -> list[str]:  # noqa: ARG002
         """What the model writes after each context, up to the first stop text; data-parallel ranks share the work."""
         groups = self._loaded.groups
+        if groups.pp.size() > 1:
+            raise BadInputError("tasks that write text need the whole model: use --pipeline-model-parallel-size 1")
         order = sorted(range(len(requests)), key=lambda index: (repr(requests[index].args[1]), index))
         mine = order[groups.dp.rank() :: groups.dp.size()]
         written: dict[int, str] = {}
@@ -123,9 +125,9 @@ class HarnessModel(TemplateLM):
                 f"max_gen_toks={limit} leaves no room for a context: the model has {self.max_length} positions. Use "
                 f"--gen-kwargs max_gen_toks=N with N below {self.max_length}"
             )
-        sampling = sampling_of(wanted)
+        sampling, stops = sampling_of(wanted), [stop for stop in until if stop]
         prompts = [(self._text.encode(context) or [self.eot_token_id])[-room:] for context in contexts]
-        limits = Limits(limit, self.eot_token_id)
+        limits = Limits(limit, self.eot_token_id, lambda ids: any(stop in self._text.decode(ids) for stop in stops))
         continuations = generate(self._loaded, prompts, limits, sampling, self._seed)
         texts = [self._text.decode(continuation.tokens) for continuation in continuations]
         return [postprocess_generated_text(text, until, None) for text in texts]

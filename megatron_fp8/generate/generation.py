@@ -13,16 +13,19 @@ from megatron_fp8.generate.decoder import Decoder
 from megatron_fp8.generate.sampling import Sampling, next_tokens
 from megatron_fp8.train.loaded_model import LoadedModel
 
-Ending = Literal["end of document", "max_new_tokens", "positions"]
+Ending = Literal["end of document", "max_new_tokens", "positions", "stopped"]
 OnToken = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When a sample ends: after `max_new_tokens` tokens, or at the token `end` (None: at none)."""
+    """When a sample ends: after `max_new_tokens` tokens, at the token `end` (None: at none), or when `stops`, given its
+    new tokens, says so; of all ranks alike.
+    """
 
     max_new_tokens: int
     end: int | None = None
+    stops: Callable[[Sequence[int]], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ def generate(
                 if token == limits.end:
                     continue
                 written[index].append(token)
+                if endings[index] is None and limits.stops is not None and limits.stops(written[index]):
+                    endings[index] = "stopped"
                 if on_token is not None:
                     on_token(index, token)
             going = {index: [token] for index, token in zip(going, tokens, strict=True) if endings[index] is None}
