@@ -11,7 +11,9 @@ from types import ModuleType
 import pytest
 from token_file_reference import decode_token_file
 
-from megatron_fp8.data.preprocess import BrokenLineError, NoTextError, Settings, blocks_of, preprocess
+from megatron_fp8.data.encode import BrokenLineError, Settings, TokenizerFile
+from megatron_fp8.data.preprocess import NoTextError, Pace, Totals, preprocess
+from megatron_fp8.data.sources.files import find_inputs
 from megatron_fp8.data.tokenizer import Tokenizer
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -30,7 +32,12 @@ def load_tool(name: str) -> ModuleType:
 
 def settings_of(tokenizer: Tokenizer, **changes: object) -> Settings:
     values = {"keys": ("text",), "append_eod": True, "skip_broken_lines": False} | changes
-    return Settings(tokenizer_path=tokenizer.path, **values)
+    return Settings(TokenizerFile(tokenizer.path), **values)
+
+
+def run(path: Path, prefix: Path, settings: Settings, num_workers: int = 1, block_bytes: int = 2**20) -> Totals:
+    files = find_inputs([str(path)], "auto", settings.keys)
+    return preprocess(files, str(prefix), settings, Pace(num_workers), block_bytes)
 
 
 def texts(number: int) -> list[str]:
@@ -39,7 +46,7 @@ def texts(number: int) -> list[str]:
 
 def test_documents_are_the_texts_encoded(tokenizer: Tokenizer, write_jsonl: WriteJsonl, tmp_path: Path) -> None:
     path = write_jsonl([{"text": text, "id": i} for i, text in enumerate(texts(20))])
-    totals = preprocess(path, str(tmp_path / "out"), settings_of(tokenizer), num_workers=1)
+    totals = run(path, tmp_path / "out", settings_of(tokenizer))
     documents = decode_token_file(tmp_path / "out_text_document")
     assert documents == [[*tokenizer.encode(text), tokenizer.eod_id] for text in texts(20)]
     assert totals.num_documents == 20
@@ -50,7 +57,7 @@ def test_documents_are_the_texts_encoded(tokenizer: Tokenizer, write_jsonl: Writ
 
 def test_end_of_document_only_where_asked(tokenizer: Tokenizer, write_jsonl: WriteJsonl, tmp_path: Path) -> None:
     path = write_jsonl([{"text": text} for text in texts(3)])
-    preprocess(path, str(tmp_path / "out"), settings_of(tokenizer, append_eod=False), num_workers=1)
+    run(path, tmp_path / "out", settings_of(tokenizer, append_eod=False))
     assert decode_token_file(tmp_path / "out_text_document") == [tokenizer.encode(text) for text in texts(3)]
 
 
@@ -62,7 +69,7 @@ def test_workers_and_blocks_do_not_change_the_bytes(
     contents = []
     for number, (num_workers, block_bytes) in enumerate([(1, 2**20), (1, 1), (2, 500)]):
         prefix = tmp_path / str(number)
-        preprocess(path, str(prefix), settings, num_workers, block_bytes=block_bytes)
+        run(path, prefix, settings, num_workers, block_bytes)
         names = [f"{key}_document.{suffix}" for key in ("text", "note") for suffix in ("bin", "idx")]
         contents.append([Path(f"{prefix}_{name}").read_bytes() for name in names])
     assert contents[0] == contents[1] == contents[2]
@@ -74,8 +81,8 @@ def test_ids_above_uint16_survive(tokenizer: Tokenizer, write_jsonl: WriteJsonl,
     name = next(key for key, token in content["model"]["vocab"].items() if token == moved)
     content["model"]["vocab"][name] = 70_000
     (tmp_path / "wide.json").write_text(json.dumps(content), encoding="utf-8")
-    settings = Settings(str(tmp_path / "wide.json"), ("text",), append_eod=False, skip_broken_lines=False)
-    preprocess(write_jsonl([{"text": "d"}]), str(tmp_path / "out"), settings, num_workers=1)
+    settings = Settings(TokenizerFile(str(tmp_path / "wide.json")))
+    run(write_jsonl([{"text": "d"}]), tmp_path / "out", settings)
     assert decode_token_file(tmp_path / "out_text_document") == [[70_000]]
 
 
@@ -84,21 +91,9 @@ def test_empty_documents_and_blank_lines_are_left_out(
 ) -> None:
     path = write_jsonl([{"text": "one"}, {"text": ""}, {"text": "two"}])
     path.write_text(path.read_text() + "\n  \n", encoding="utf-8")
-    totals = preprocess(path, str(tmp_path / "out"), settings_of(tokenizer), num_workers=1)
+    totals = run(path, tmp_path / "out", settings_of(tokenizer))
     assert (totals.num_documents, totals.num_empty, totals.num_broken) == (2, 1, 0)
     assert len(decode_token_file(tmp_path / "out_text_document")) == 2
-
-
-def test_reading_is_in_blocks(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    path.write_bytes(b"".join(b"%d\n" % i for i in range(1000)))
-    blocks = list(blocks_of(path, block_bytes=100))
-    assert max(block.size_bytes for block in blocks) < 110
-    assert b"".join(line for block in blocks for line in block.lines) == path.read_bytes()
-    number = 1
-    for block in blocks:
-        assert block.first_line_number == number
-        number += len(block.lines)
 
 
 BROKEN = {
@@ -111,26 +106,28 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("kind", "num_workers"), [*((kind, 1) for kind in BROKEN), ("no key", 2)])
+@pytest.mark.parametrize(
+    ("kind", "num_workers"), [*((kind, 1) for kind in BROKEN), pytest.param("no key", 2, marks=pytest.mark.slow)]
+)
 def test_broken_lines_stop_or_are_counted(kind: str, num_workers: int, tokenizer: Tokenizer, tmp_path: Path) -> None:
     line, reason = BROKEN[kind]
     path = tmp_path / "input.jsonl"
     path.write_bytes(b'{"text": "good"}\n' * 2 + line + b'\n{"text": "good"}\n')
     with pytest.raises(BrokenLineError) as caught:
-        preprocess(path, str(tmp_path / "out"), settings_of(tokenizer), num_workers, block_bytes=20)
+        run(path, tmp_path / "out", settings_of(tokenizer), num_workers, block_bytes=20)
     assert caught.value.line_number == 3
     assert reason in caught.value.reason
     assert list(tmp_path.glob("out*")) == []
     settings = settings_of(tokenizer, skip_broken_lines=True)
-    totals = preprocess(path, str(tmp_path / "out"), settings, num_workers, block_bytes=20)
+    totals = run(path, tmp_path / "out", settings, num_workers, block_bytes=20)
     assert (totals.num_documents, totals.num_broken) == (3, 1)
-    assert totals.broken[0].line_number == 3
+    assert totals.broken[0].startswith(f"{path}, line 3: ")
 
 
 def test_input_without_text_writes_nothing(tokenizer: Tokenizer, write_jsonl: WriteJsonl, tmp_path: Path) -> None:
     settings = settings_of(tokenizer, skip_broken_lines=True)
-    with pytest.raises(NoTextError, match="the first: line 1: no key 'text'"):
-        preprocess(write_jsonl([{"body": "x"}]), str(tmp_path / "out"), settings, num_workers=1)
+    with pytest.raises(NoTextError, match=r"the first: .*input.jsonl, line 1: no key 'text'"):
+        run(write_jsonl([{"body": "x"}]), tmp_path / "out", settings)
     assert list(tmp_path.glob("out*")) == []
 
 
@@ -138,7 +135,9 @@ def test_input_without_text_writes_nothing(tokenizer: Tokenizer, write_jsonl: Wr
     ("change", "words"),
     [
         ({"--input": "absent.jsonl"}, ["--input absent.jsonl", "does not exist"]),
-        ({"--input": "."}, ["--input .", "is a directory"]),
+        ({"--input": "nothing*.jsonl"}, ["--input nothing*.jsonl", "fits no file"]),
+        ({"--eod-token": "</doc>"}, ["--eod-token </doc>", "has no token </doc>"]),
+        ({"--train-bpe": "20"}, ["--train-bpe 20", "at least 257"]),
         ({"--tokenizer-model": "absent.json"}, ["--tokenizer-model absent.json", "does not exist"]),
         ({"--output-prefix": "no/such/out"}, ["--output-prefix no/such/out", "no directory no/such"]),
         ({"--json-keys": "body"}, ["--json-keys body", "line 1", "it has ['text']"]),
@@ -183,7 +182,7 @@ def test_the_tool_writes_and_sums_up(
     assert tool.main([*arguments, "--append-eod", "--skip-broken-lines"]) == 0
     assert len(decode_token_file(tmp_path / "out_text_document")) == 2
     printed = capsys.readouterr().out
-    for part in ("documents 2", "empty documents 1", "broken lines 1", "line 2: a JSON list"):
+    for part in ("documents 2", "longest document", "empty documents 1", "broken lines 1", "line 2: a JSON list"):
         assert part in printed
 
 

@@ -27,7 +27,7 @@ def test_files_hold_the_corpus(documents: list[Document], tmp_path: Path) -> Non
     summary = prepare(tmp_path, VOCAB_SIZE, progress.append)
     tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
     for split in ("train", "valid"):
-        assert check_token_file(str(tmp_path / split), tokenizer.vocab_size, seq_length=16) == []
+        assert check_token_file(str(tmp_path / split), tokenizer.vocab_size) == []
         expected = [
             [*tokenizer.encode(document.text), tokenizer.eod_id]
             for document in documents

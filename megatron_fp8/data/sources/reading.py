@@ -1,6 +1,6 @@
 """Owns reading the inputs block by block, from any position; memory is bounded by the block, not by the file.
 
-Where a block ends does not depend on where reading began, so work that goes on later reads the same blocks' ends.
+Where a long text is cut does not depend on where reading began, so work that goes on later gives the same tokens.
 """
 
 from __future__ import annotations

@@ -1,0 +1,175 @@
+"""Killed at any moment and started again, preprocessing writes the bytes of an uninterrupted run."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from token_file_reference import decode_token_file
+
+from megatron_fp8.data.encode import EncodedBlock, Settings, TokenizerFile
+from megatron_fp8.data.growing_file import GrowingFile, GrowingFileError, GrowthState, finish
+from megatron_fp8.data.preprocess import Pace, Totals, preprocess
+from megatron_fp8.data.sources.files import find_inputs
+
+SETTINGS = Settings(TokenizerFile(None, "ByteLevelTokenizer"), ("text",), append_eod=True, skip_broken_lines=True)
+SUFFIXES = ("bin", "idx")
+
+
+class Stopped(Exception):
+    """What ends a process in the middle."""
+
+
+def write_inputs(folder: Path) -> None:
+    """Lines (some of them broken), and a text that takes many blocks."""
+    folder.mkdir()
+    lines = [json.dumps({"text": f"Document {number}. " * (number % 9)}) for number in range(400)]
+    lines[7] = lines[201] = "broken"
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    (folder / "b.txt").write_text("".join(f"line {number} of a long text\n" for number in range(800)))
+    (folder / "c.txt").write_text("the end")
+
+
+def run(folder: Path, prefix: Path, pace: Pace) -> Totals:
+    return preprocess(find_inputs([str(folder)], "auto", ["text"]), str(prefix), SETTINGS, pace, block_bytes=1000)
+
+
+def content(prefix: Path) -> list[bytes]:
+    return [Path(f"{prefix}_text_document.{suffix}").read_bytes() for suffix in SUFFIXES]
+
+
+@pytest.mark.parametrize("stop_after", [1, 20, 30, 45])
+def test_what_was_noted_is_gone_on_from(stop_after: int, tmp_path: Path) -> None:
+    write_inputs(tmp_path / "in")
+    expected = run(tmp_path / "in", tmp_path / "whole", Pace())
+    blocks = []
+
+    def stop(encoded: EncodedBlock, totals: Totals) -> None:
+        blocks.append(encoded)
+        if len(blocks) == stop_after:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run(tmp_path / "in", tmp_path / "out", Pace(save_every_seconds=0, on_block=stop))
+    assert not Path(f"{tmp_path}/out_text_document.idx").exists()
+    done = []
+    again = Pace(on_start=done.append, on_block=lambda encoded, totals: blocks.append(encoded))
+    assert run(tmp_path / "in", tmp_path / "out", again) == expected
+    # The block at which it stopped was not noted any more.
+    ends = [block.block.end for block in blocks]
+    assert ends[stop_after - 1] in ends[stop_after:]
+    assert set(ends[: stop_after - 1]).isdisjoint(ends[stop_after:])
+    assert (done[0] is None) == (stop_after == 1)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.glob("out*")) == [f"out_text_document.{s}" for s in SUFFIXES]
+
+
+def test_other_work_begins_again(tmp_path: Path) -> None:
+    write_inputs(tmp_path / "in")
+
+    def stop(encoded: EncodedBlock, totals: Totals) -> None:
+        if totals.num_documents > 100:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run(tmp_path / "in", tmp_path / "out", Pace(save_every_seconds=0, on_block=stop))
+    (tmp_path / "in" / "a.jsonl").write_text('{"text": "other"}\n')
+    done = []
+    run(tmp_path / "in", tmp_path / "out", Pace(on_start=done.append))
+    assert done == [None]
+    assert bytes(decode_token_file(tmp_path / "out_text_document")[0][:-1]) == b"other"
+
+
+def test_a_process_killed_again_and_again_writes_the_same_bytes(tmp_path: Path) -> None:
+    """SIGKILL as it comes, at places in the work that chance decides; what lasts is on the disk."""
+    write_inputs(tmp_path / "in")
+    expected = run(tmp_path / "in", tmp_path / "whole", Pace())
+    chance = random.Random(5)
+    begun = []
+    for _ in range(3):
+        with start_process(tmp_path) as process:
+            assert process.stdout is not None
+            begun.append(process.stdout.readline())
+            # There are about fifty blocks, and three processes do ten of them at most each.
+            for _ in range(chance.randrange(3, 10)):
+                assert process.stdout.readline().startswith("block"), "it ended before it could be killed"
+            process.send_signal(signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
+        assert not (tmp_path / "out_text_document.idx").exists()
+    assert begun[0] == "begins\n"
+    assert begun[1:] == ["goes on\n"] * 2
+    with start_process(tmp_path) as last:
+        assert last.stdout is not None
+        printed = last.stdout.read()
+    assert last.returncode == 0
+    assert printed.startswith("goes on\n")
+    assert printed.endswith(f"{expected}\n")
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def start_process(folder: Path) -> subprocess.Popen[str]:
+    """`run` of the inputs in `folder` in a process of its own, with a line for each block."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from pathlib import Path\n"
+        "from test_preprocess_resume import Pace, run\n"
+        "say = lambda text: print(text, flush=True)\n"
+        "pace = Pace(1, 0, lambda done: say('begins' if done is None else 'goes on'), lambda *_: say('block'))\n"
+        f"say(run(Path({str(folder / 'in')!r}), Path({str(folder / 'out')!r}), pace))\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+
+
+def test_the_last_steps_can_be_interrupted_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_inputs(tmp_path / "in")
+    run(tmp_path / "in", tmp_path / "whole", Pace())
+    for step in range(3):
+        calls = []
+
+        def stop(path: Path, target: Path, calls: list[Path] = calls, step: int = step) -> Path:
+            # The renames after the note says that everything has been read: of tokens and of the index.
+            if target.name.startswith("out_") and len(calls) == step:
+                raise Stopped
+            calls.extend([target] if target.name.startswith("out_") else [])
+            path.rename(target)
+            return target
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", stop)
+            if step < 2:
+                with pytest.raises(Stopped):
+                    run(tmp_path / "in", tmp_path / "out", Pace())
+        run(tmp_path / "in", tmp_path / "out", Pace())
+        assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+    first = GrowingFile(str(tmp_path / "a"), 300, True, GrowthState())
+    with pytest.raises(GrowingFileError, match="another process is writing"):
+        GrowingFile(str(tmp_path / "a"), 300, True, GrowthState())
+    first.close()
+
+
+def test_a_document_in_pieces_is_one_and_may_be_empty(tmp_path: Path) -> None:
+    file = GrowingFile(str(tmp_path / "a"), 300, append_eod=True, state=GrowthState())
+    parts = [([1, 9, 2], [2, 1], False, True), ([3], [1], True, True), ([4, 9], [2], True, False)]
+    # Then a document whose two pieces gave no tokens, so that there is only its end.
+    parts += [([], [0], False, True), ([9], [1], True, False), ([5, 9], [2], False, False)]
+    for tokens, lengths, continues, open_end in parts:
+        file.add(np.array(tokens, dtype=file.dtype), lengths, continues, open_end)
+    file.sync()
+    file.close()
+    finish(str(tmp_path / "a"), file.dtype)
+    assert decode_token_file(tmp_path / "a") == [[1, 9], [2, 3, 4, 9], [5, 9]]
+    assert (file.state.num_empty, file.state.longest_tokens, file.state.num_tokens) == (1, 4, 8)
+
+
+def test_more_tokens_than_a_length_can_say_are_refused(tmp_path: Path) -> None:
+    file = GrowingFile(str(tmp_path / "a"), 300, True, GrowthState(open_tokens=2**31 - 2))
+    with pytest.raises(GrowingFileError, match=r"more than 2,147,483,647 tokens"):
+        file.add(np.array([1, 9], dtype=file.dtype), [2], continues=True)
+    file.close()

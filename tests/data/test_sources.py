@@ -1,0 +1,172 @@
+"""Every format gives the texts that were put in, from any position, in bounded blocks."""
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fp8.data.encode import BrokenLineError, Settings, TokenizerFile, texts_of
+from megatron_fp8.data.sources.block import Block, InputError, Position
+from megatron_fp8.data.sources.files import find_inputs
+from megatron_fp8.data.sources.reading import _LINE_END, LONGEST_LINE_BYTES, _cut_of, read_blocks
+
+TEXTS = [f"Text {number}: " + "Füße 東京\n" * (number % 5) for number in range(60)]
+SETTINGS = Settings(TokenizerFile(None, "ByteLevelTokenizer"))
+Write = Callable[[Path, Sequence[str]], Path]
+
+
+def jsonl(folder: Path, texts: Sequence[str]) -> Path:
+    path = folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def gzipped(folder: Path, texts: Sequence[str]) -> Path:
+    path = folder / "texts.jsonl.gz"
+    half = jsonl(folder, texts).read_bytes()
+    path.write_bytes(gzip.compress(half[:100]) + gzip.compress(half[100:]))
+    return path
+
+
+def zstandard_frames(folder: Path, texts: Sequence[str]) -> Path:
+    path = folder / "texts.jsonl.zst"
+    content = jsonl(folder, texts).read_bytes()
+    compress = zstandard.ZstdCompressor().compress
+    path.write_bytes(compress(content[:100]) + compress(content[100:]))
+    return path
+
+
+def parquet(folder: Path, texts: Sequence[str]) -> Path:
+    path = folder / "texts.parquet"
+    columns = pyarrow.table({"id": list(range(len(texts))), "text": list(texts)})
+    pyarrow.parquet.write_table(columns, path, row_group_size=7)
+    return path
+
+
+def text_files(folder: Path, texts: Sequence[str]) -> Path:
+    for number, text in enumerate(texts):
+        path = folder / "texts" / str(number // 10) / f"{number:03}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder / "texts" / ".hidden").write_text("not this")
+    return folder / "texts"
+
+
+FORMATS = [jsonl, gzipped, zstandard_frames, parquet, text_files]
+
+
+def blocks(path: Path, start: Position | None = None, block_bytes: int = 200) -> list[Block]:
+    return list(read_blocks(find_inputs([str(path)], "auto", ["text"]), ["text"], start, block_bytes))
+
+
+def documents(found: Sequence[Block]) -> list[str]:
+    """The documents of consecutive blocks, put together where one goes on in the next."""
+    texts: list[str] = []
+    for block in found:
+        parts = texts_of(block, SETTINGS).by_key["text"]
+        if block.continues:
+            texts[-1] += parts.pop(0)
+        texts += parts
+    return texts
+
+
+@pytest.mark.parametrize("write", FORMATS)
+def test_every_format_gives_its_texts_from_any_position(write: Write, tmp_path: Path) -> None:
+    path = write(tmp_path, TEXTS)
+    found = blocks(path)
+    assert documents(found) == TEXTS
+    assert len(found) > 5
+    assert max(block.size_bytes for block in found) < 600
+    total = sum(file.size_bytes for file in find_inputs([str(path)], "auto", ["text"]))
+    done = [block.done_bytes for block in found]
+    assert done == sorted(done)
+    assert done[-1] == total
+    for number in (0, len(found) // 2, len(found) - 1):
+        rest = blocks(path, found[number].end)
+        assert documents(rest) == TEXTS[len(documents(found[: number + 1])) :]
+        assert not rest or rest[0].first_number == found[number].end.number
+
+
+def test_a_long_text_comes_in_pieces_and_goes_on_inside(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    long = "".join(f"line {number} of ü\n" for number in range(300))
+    for name, text in (("a", "short"), ("b", long), ("c", ""), ("d", "end")):
+        (tmp_path / "in" / name).write_text(text)
+    found = blocks(tmp_path / "in", block_bytes=256)
+    assert documents(found) == ["short", long, "", "end"]
+    assert max(block.size_bytes for block in found) <= 256
+    for number in range(0, len(found), 5):
+        rest = blocks(tmp_path / "in", found[number].end, 256)
+        # Not only the same text: cut in the same places, or other tokens might come of it.
+        assert [(block.pieces, block.end) for block in rest] == [(b.pieces, b.end) for b in found[number + 1 :]]
+
+
+@given(text=st.text(min_size=8), most_bytes=st.integers(4, 8))
+def test_a_cut_is_between_characters(text: str, most_bytes: int) -> None:
+    content = text.encode()
+    cut = _cut_of(content, min(most_bytes, len(content) - 1))
+    assert 0 < cut <= most_bytes
+    content[:cut].decode()
+    content[cut:].decode()
+
+
+def test_a_cut_is_after_the_last_line_that_ends_in_text() -> None:
+    content = b"one\ntwo\n\n three and more"
+    assert _cut_of(content, 20) == len(b"one\n")
+    assert _LINE_END.search(content) is not None
+
+
+def test_a_line_beyond_all_bounds_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_fp8.data.sources.reading.LONGEST_LINE_BYTES", 1000)
+    assert LONGEST_LINE_BYTES > 1000
+    path = jsonl(tmp_path, ["one", "x" * 5000, "two"])
+    found = blocks(path)
+    with pytest.raises(BrokenLineError, match=r"texts\.jsonl, line 2: longer than 1,000 bytes"):
+        documents(found)
+    assert documents([block for block in found if block.broken is None]) == ["one", "two"]
+    assert found[-1].first_number == 3
+
+
+@pytest.mark.parametrize("write", [gzipped, zstandard_frames, parquet])
+def test_a_file_that_was_cut_off_is_named(write: Write, tmp_path: Path) -> None:
+    path = write(tmp_path, TEXTS)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(InputError, match=r"texts\.\S+ is (damaged or cut off|not a whole Parquet file)"):
+        blocks(path)
+
+
+def test_several_inputs_come_in_the_order_they_were_named(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        jsonl(tmp_path / name, [f"of {name}"])
+    parquet(tmp_path, ["of columns"])
+    names = [str(tmp_path / "texts.parquet"), str(tmp_path / "*" / "*.jsonl")]
+    found = list(read_blocks(find_inputs(names, "auto", ["text"]), ["text"]))
+    assert documents(found) == ["of columns", "of a", "of b"]
+    with pytest.raises(InputError, match="is named twice"):
+        find_inputs([str(tmp_path / "a"), *names], "auto", ["text"])
+
+
+def test_columns_are_checked_before_anything_is_read(tmp_path: Path) -> None:
+    path = parquet(tmp_path, TEXTS)
+    with pytest.raises(InputError, match=r"'id' is a column of int64; columns of text: text"):
+        find_inputs([str(path)], "auto", ["id"])
+    with pytest.raises(InputError, match=r"'body' is no column; columns of text: text"):
+        find_inputs([str(path)], "auto", ["body"])
+
+
+def test_what_is_no_text_is_broken(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": ["one", None]})
+    pyarrow.parquet.write_table(table, tmp_path / "holes.parquet")
+    with pytest.raises(BrokenLineError, match=r"holes\.parquet, line 2: 'text' is null"):
+        documents(blocks(tmp_path / "holes.parquet"))
+    (tmp_path / "latin.txt").write_bytes(b"F\xfc\xdfe")
+    with pytest.raises(BrokenLineError, match=r"latin\.txt: not UTF-8"):
+        documents(blocks(tmp_path / "latin.txt"))
