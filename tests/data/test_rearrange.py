@@ -83,7 +83,7 @@ def test_only_empty_documents_can_be_copied(tmp_path: Path) -> None:
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     prefix, other = write(tmp_path / "a", [[1]]), write(tmp_path / "b", [[2]])
     before = content(other)
-    with pytest.raises(RearrangeError, match="b.bin exists"):
+    with pytest.raises(RearrangeError, match=r"b\.bin exists"):
         merge([prefix], other)
     assert content(other) == before
     with pytest.raises(RearrangeError, match="is read and cannot be written"):
