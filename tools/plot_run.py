@@ -71,6 +71,9 @@ def draw(records: list[dict[str, Any]], title: str, output: Path) -> None:
     top.plot(loss.iterations, loss.values, color=_TRAIN_COLOUR, label="lm loss")
     # Points: nothing was measured between two evaluations.
     top.plot(validation.iterations, validation.values, "o", color=_VALIDATION_COLOUR, label="lm loss validation")
+    for name in sorted({name for record in records for name in record if name.startswith("lm loss validation/")}):
+        one = series(records, "validation", name)
+        top.plot(one.iterations, one.values, ".--", linewidth=0.8, label=name)
     top.set_ylabel("nats per token")
     top.set_title(title)
     top.legend()
