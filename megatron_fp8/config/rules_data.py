@@ -37,21 +37,13 @@ def check_data_keys(facts: Facts) -> Iterator[Finding]:
 
 
 def _data_path(facts: Facts) -> Iterator[Finding]:
-    data, training = facts.config.data, facts.config.training
+    data = facts.config.data
     if not data.data_path:
         return
     for key, paths in (("data.train_data_path", data.train_data_path), ("data.valid_data_path", data.valid_data_path)):
         if paths:
             reason = f"{BOTH} is set too, which data.split divides into training and validation"
             yield Finding(f"{key} and {BOTH}", key, reason, (Alternative(key, [[]]), Alternative(BOTH, [[]])))
-    if training.full_validation and training.eval_iters > 0:
-        yield Finding(
-            "whole files of a split",
-            "training.full_validation",
-            f"it reads whole files, and those of {BOTH} hold the training's documents too",
-            (Alternative("training.full_validation", [False]),),
-            "data.train_data_path and data.valid_data_path with files of their own (tools/data.py split makes them)",
-        )
 
 
 def _documents(facts: Facts) -> Iterator[Finding]:

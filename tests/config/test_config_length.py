@@ -103,6 +103,4 @@ def test_a_files_own_paths_and_a_split_exclude_each_other(tmp_path: Path) -> Non
     assert "data.data_path" in problem["data.train_data_path"].reason
     alone = ["data.data_path=[data/all]", "data.train_data_path=[]", "data.valid_data_path=[]"]
     assert mistakes(tmp_path, *alone, "data.split=90,10") == {}
-    whole = mistakes(tmp_path, *alone, "training.full_validation=true")["training.full_validation"]
-    assert "training.full_validation=false" in whole.use_instead
     assert load_config(write(tmp_path), alone).config.data.split is None
