@@ -19,8 +19,8 @@ ARGS ?=
 
 # Two texts by the model that was just trained: that of the newest checkpoints, unless ARGS put it elsewhere.
 ifeq (,$(findstring run.root,$(ARGS))$(findstring checkpoint.save=,$(ARGS)))
-SAMPLES = $(VENV)/bin/python tools/generate.py "$$(ls -td runs/*/checkpoints | head -n 1)" "def " "import " \
-	    --max-new-tokens 40 --temperature 0.8 --top-k 40
+SAMPLES = $(VENV)/bin/python tools/generate.py "$$(ls -td runs/*/checkpoints | head -n 1)" "def __init__(" "if" \
+	    --max-new-tokens 40 --temperature 0.6 --top-k 40
 endif
 
 # One thread per rank: several ranks share the machine's cores.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,15 @@ def test_the_tool_refuses_what_cannot_be_with_what_to_use_instead(root, tmp_path
     with pytest.raises(SystemExit, match="2"):
         tool.main([run_directory, "--top-p", "1.5"])
     assert "'1.5' is no number from 0.0 to 1.0" in capsys.readouterr().err
+
+
+def test_make_train_ends_with_a_call_that_the_tool_understands() -> None:
+    ended = run(["make", "--dry-run", "train"], ROOT)
+    assert ended.code == 0, ended.output
+    python, program, newest_run, *rest = shlex.split(ended.stdout.splitlines()[-1])
+    assert (python, program) == (".venv/bin/python", "tools/generate.py")
+    settings = tool.make_parser().parse_intermixed_args([newest_run, *rest])
+    assert settings.prompts == ["def __init__(", "if"]
+    # Checkpoints that are not where that line looks are left alone.
+    elsewhere = run(["make", "--dry-run", "train", "ARGS=run.root=/elsewhere"], ROOT)
+    assert "generate.py" not in elsewhere.stdout
