@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,13 +52,14 @@ def as_json(saved: SavedModel, losses: Sequence[FileLoss], world_size: int) -> d
     }
 
 
-def _numbers(row: FileLoss) -> dict[str, float | int | None]:
+def _numbers(row: FileLoss) -> dict[str, float | int | str | None]:
     return {
         "windows": row.num_windows,
         "tokens": row.num_tokens,
         "bytes": row.num_bytes,
-        "loss": row.loss,
-        "perplexity": row.perplexity,
+        # What JSON has no number for is a text, as in a run's record.
+        "loss": row.loss if math.isfinite(row.loss) else str(row.loss),
+        "perplexity": row.perplexity if math.isfinite(row.perplexity) else str(row.perplexity),
         "bits_per_byte": row.bits_per_byte,
     }
 

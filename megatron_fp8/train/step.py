@@ -119,12 +119,13 @@ class Stepper:
 
     def evaluate(self, iterators: Sequence[Iterator[MicroBatch]], shape: BatchShape) -> LossSum:
         """Loss over one global batch; training state, FP8 histories included, is left as it was."""
+        trains = [chunk.training for chunk in self._chunks]
         for chunk in self._chunks:
             chunk.eval()
         with self._precision.evaluation():
             loss = self._forward_backward(iterators, shape, forward_only=True)
-        for chunk in self._chunks:
-            chunk.train()
+        for chunk, trained in zip(self._chunks, trains, strict=True):
+            chunk.train(trained)
         return loss
 
     def _forward_backward(

@@ -62,6 +62,7 @@ def measured(run: Path, prefixes: list[str], settings: InferenceSettings, num_wi
     saved = read_saved_model(run, settings, torch.distributed.get_world_size())
     model = load_model(saved, devices.prepare())
     losses = list(measure_files(model, evaluation_files(saved, prefixes), model_tokenizer(saved, None), num_windows))
+    assert not any(stage.training for stage in model.stages), "dropout would be on in what comes next"
     parallel_state.destroy_model_parallel()
     return losses
 
