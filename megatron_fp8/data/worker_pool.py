@@ -15,6 +15,7 @@ from multiprocessing.connection import wait
 from megatron_fp8.data.encode import EncodedBlock, Settings, TokenizerFile, encode_block
 from megatron_fp8.data.sources.block import Block
 from megatron_fp8.data.tokenizer import Tokenizer
+from megatron_fp8.parallel.encoding_threads import encode_on_one_thread
 
 BLOCKS_AHEAD_PER_WORKER = 3
 
@@ -24,6 +25,7 @@ def encode_blocks(
 ) -> Generator[EncodedBlock, None, None]:
     """`encode_block` of each; one worker is this process. A bounded number of blocks is in memory."""
     if num_workers == 1:
+        encode_on_one_thread()
         for block in blocks:
             yield encode_block(block, tokenizer, settings)
         return
@@ -45,6 +47,7 @@ def encode_blocks(
 
 def _start_worker() -> None:
     """The program's end is this process's end too, however it comes; Ctrl-C is the program's matter."""
+    encode_on_one_thread()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

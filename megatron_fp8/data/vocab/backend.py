@@ -40,7 +40,7 @@ class Backend(Protocol):
     """Largest id + 1, which is more than the number of tokens where the vocabulary has holes."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Ids of each text, [num_tokens], of any integer dtype; on one thread."""
+        """Ids of each text, [num_tokens], of any integer dtype."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; special tokens show as their names."""
