@@ -28,14 +28,15 @@ class DocumentRules:
     reset_attention_mask: bool
 
 
-def document_rules(data: DataConfig) -> DocumentRules | None:
+def document_rules(data: DataConfig, tokenizer: Tokenizer | None = None) -> DocumentRules | None:
     """What `data.reset_position_ids` and `data.reset_attention_mask` ask for; None: nothing, and no tokenizer is read.
 
-    Raises TokenizerError where there is no tokenizer or it cannot be read: only it knows which token ends a document.
+    `tokenizer`: which knows what token ends a document; None: that of `data`. Raises TokenizerError where there is no
+    tokenizer or it cannot be read.
     """
     if not (data.reset_position_ids or data.reset_attention_mask):
         return None
-    eod_id = Tokenizer.of(data).eod_id
+    eod_id = (tokenizer or Tokenizer.of(data)).eod_id
     return DocumentRules(eod_id, data.reset_position_ids, data.reset_attention_mask)
 
 

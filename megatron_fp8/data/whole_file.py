@@ -72,7 +72,9 @@ class WholeFile:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """`tokens`, `labels`, `position_ids` int64 [s], `loss_mask` float32 [s]."""
         first, end = self.bounds(index)
-        ids = np.full(self._seq_length + 1, self._eod_id, dtype=np.int64)
+        # What fills up must not end documents: each would be one of its own to attention that keeps them apart.
+        ids = np.full(self._seq_length + 1, 0 if self._eod_id else 1, dtype=np.int64)
+        ids[0] = self._eod_id
         start = max(first - 1, 0)
         ids[start - first + 1 : end - first + 1] = self.tokens(start, end)
         text = torch.from_numpy(ids)

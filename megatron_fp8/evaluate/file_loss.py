@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed
 
-from megatron_fp8.data.documents import document_rules
+from megatron_fp8.data.documents import DocumentRules, document_rules
 from megatron_fp8.data.loader import BatchLoader
 from megatron_fp8.data.sampler import BatchSampler
 from megatron_fp8.data.tokenizer import Tokenizer
@@ -83,7 +83,8 @@ def measure_files(
     seq_length = model.config.model.seq_length
     for file in files:
         text = WholeFile(file.prefix, seq_length, tokenizer.eod_id, num_windows=num_windows, documents=file.documents)
-        losses = _losses(model, text, partial(on_windows, file.name, len(text)) if on_windows else None)
+        documents = document_rules(model.config.data, tokenizer)
+        losses = _losses(model, text, documents, partial(on_windows, file.name, len(text)) if on_windows else None)
         sums = LossSum.total(losses).sum_and_tokens if losses else torch.zeros(2, dtype=torch.float64)
         sums = sums.to(model.device.torch_device)
         torch.distributed.all_reduce(sums)
@@ -95,10 +96,11 @@ def measure_files(
         yield FileLoss(file.name, len(text), expected, loss_sum, num_bytes)
 
 
-def _losses(model: LoadedModel, text: WholeFile, on_windows: Callable[[int], None] | None) -> list[LossSum]:
+def _losses(
+    model: LoadedModel, text: WholeFile, documents: DocumentRules | None, on_windows: Callable[[int], None] | None
+) -> list[LossSum]:
     """This rank's loss sum of each global batch."""
     groups, training = model.groups, model.config.training
-    documents = document_rules(model.config.data)
     sampler = BatchSampler(training.micro_batch_size, training.global_batch_size, groups.dp.rank(), groups.dp.size())
     num_batches = -(-len(text) // training.global_batch_size)
     cuts = documents is not None and documents.reset_attention_mask

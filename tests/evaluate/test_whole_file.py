@@ -48,6 +48,7 @@ def test_every_token_is_predicted_once_from_the_one_before_it(
     assert file.num_tokens == len(text)
     assert predicted(file) == list(zip([EOD, *text], text, strict=False))
     assert len(file) == -(-len(text) // SEQ_LENGTH)
+    assert (file[len(file) - 1]["labels"][file[len(file) - 1]["loss_mask"] == 0] != EOD).all(), "fills up, ends nothing"
     # Beyond the end come samples in which nothing counts, to fill a batch.
     assert file[len(file)]["loss_mask"].sum() == file[len(file) + 5]["loss_mask"].sum() == 0
     for index in range(len(file) + 1):
