@@ -43,11 +43,13 @@ class Key:
 
 
 @dataclass(frozen=True)
-class _Outcome:
-    """What a rank that looks after a disk did there."""
+class _Report:
+    """What a rank tells the others about its disk. `sizes`: a hash of the token files' sizes."""
 
-    key: Key | None
-    error: str | None
+    name: str = ""
+    sizes: str = ""
+    is_ready: bool = False
+    error: str | None = None
 
 
 def cache_key(prefixes: Sequence[str], settings: Mapping[str, Any]) -> Key:
@@ -64,24 +66,47 @@ def build_cached(
 ) -> Path | None:
     """The directory in `root` that holds this key's indices; None on ranks that do not read data.
 
-    With torch.distributed initialised every rank must call this. On each disk one rank calls `key` and, where the
-    indices are not there, `build(directory)`; all the others wait. Raises IndexCacheError on every rank when one of
-    them cannot build, or when two disks have different token files.
+    With torch.distributed initialised every rank must call this. Where the indices are missing, one rank of each disk
+    calls `build(directory)` while all the others wait; where they are there nothing is written. Raises IndexCacheError
+    on every rank when one of them cannot build, or when two disks have different token files.
     """
+    wanted = _wanted(key) if reads_data else None
+    mine = None
+    if wanted is not None:
+        mine = wanted if isinstance(wanted, _Report) else _report(root, wanted)
+    reports = _told(mine)
+    sizes = wanted.sizes if isinstance(wanted, Key) else None
+    if len({report.sizes for report in reports if report is not None}) > 1:
+        raise IndexCacheError(_difference(_all_gather(sizes)))
+    if all(report.is_ready for report in reports if report is not None):
+        return root / mine.name if mine is not None else None
     builders = _builders(root, reads_data)
-    outcome = _look_after(root, key, build) if builders[_rank()] == _rank() else None
-    outcomes = _all_gather(outcome)
-    errors = [other.error for other in outcomes if other is not None and other.error is not None]
-    if errors:
-        raise IndexCacheError(errors[0])
-    _require_same_files(outcomes)
     builder = builders[_rank()]
-    if builder is None:
-        return None
-    looked_after = outcomes[builder]
-    assert looked_after is not None
-    assert looked_after.key is not None
-    return root / looked_after.key.name
+    built = _told(_look_after(root, mine.name, build) if mine is not None and builder == _rank() else None)
+    report = built[builder] if builder is not None else None
+    return root / report.name if report is not None else None
+
+
+def _wanted(key: Callable[[], Key]) -> Key | _Report:
+    """The key, or what is wrong with the files: told, for the others would wait for a rank that is gone."""
+    try:
+        return key()
+    except (OSError, BadInputError) as error:
+        return _Report(error=str(error))
+
+
+def _report(root: Path, key: Key) -> _Report:
+    sizes = hashlib.sha256(json.dumps(key.sizes, sort_keys=True).encode()).hexdigest()
+    return _Report(key.name, sizes, (root / key.name).is_dir())
+
+
+def _told(report: _Report | None) -> list[_Report | None]:
+    """Every rank's report. Raises IndexCacheError on all of them when one has an error."""
+    reports: list[_Report | None] = _all_gather(report)
+    for other in reports:
+        if other is not None and other.error is not None:
+            raise IndexCacheError(other.error)
+    return reports
 
 
 def _builders(root: Path, reads_data: bool) -> list[int | None]:
@@ -126,21 +151,20 @@ def _leave_probe(root: Path, left: list[Path]) -> tuple[str | None, str | None]:
     return name, None
 
 
-def _look_after(root: Path, key: Callable[[], Key], build: Callable[[Path], None]) -> _Outcome:
-    """Make sure that `root` has the indices. What goes wrong is told: the others would wait for a rank that is gone."""
+def _look_after(root: Path, name: str, build: Callable[[Path], None]) -> _Report:
+    """Make sure that `root` has the indices. What goes wrong is told, as in `_wanted`."""
+    final = root / name
     try:
-        wanted = key()
-        final = root / wanted.name
         if not final.is_dir():
             _sweep(root)
-            with _temporary_directory(root, wanted.name) as directory:
+            with _temporary_directory(root, name) as directory:
                 build(directory)
                 _publish(directory, final)
     except OSError as error:
-        return _Outcome(None, _not_writable(root, error))
+        return _Report(error=_not_writable(root, error))
     except (BadInputError, ValueError) as error:
-        return _Outcome(None, str(error))
-    return _Outcome(wanted, None)
+        return _Report(error=str(error))
+    return _Report(name)
 
 
 @contextmanager
@@ -169,17 +193,19 @@ def _sweep(root: Path) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _require_same_files(outcomes: Sequence[_Outcome | None]) -> None:
-    """Copies of the token files on several disks must be the same, or ranks would read different samples."""
-    keys = {rank: other.key for rank, other in enumerate(outcomes) if other is not None and other.key is not None}
-    first = keys[min(keys)]
-    for rank, key in keys.items():
-        for path, size in key.sizes.items():
-            if size != first.sizes[path]:
-                raise IndexCacheError(
-                    f"{path} has {first.sizes[path]} bytes on the disk of rank {min(keys)} and {size} bytes on that of "
-                    f"rank {rank}: copy the same token files to every node"
+def _difference(sizes: Sequence[dict[str, int] | None]) -> str:
+    """Where copies of the token files on several disks differ: ranks would read different samples."""
+    known = {rank: files for rank, files in enumerate(sizes) if files is not None}
+    first = min(known)
+    for rank, files in known.items():
+        for path, size in files.items():
+            expected = known[first].get(path)
+            if size != expected:
+                return (
+                    f"{path} has {expected} bytes on the disk of rank {first} and {size} bytes on that of rank {rank}: "
+                    "copy the same token files to every node"
                 )
+    return "ranks name different token files"
 
 
 def _not_writable(root: Path, error: OSError) -> str:

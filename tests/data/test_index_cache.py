@@ -159,6 +159,44 @@ def test_a_failed_build_is_told_to_every_rank(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a-file"]
 
 
+def load_on_rank(root: str) -> str:
+    """The directory of indices that are there, on a disk that cannot be written."""
+
+    def build(directory: Path) -> None:
+        raise AssertionError("there is nothing to build")
+
+    def leave_probe(path: Path, left: list[Path]) -> None:
+        raise AssertionError("nothing may be written")
+
+    index_cache._leave_probe = leave_probe  # type: ignore[assignment]
+    return str(build_cached(Path(root), lambda: Key("key", {}), build))
+
+
+def test_indices_that_are_there_are_loaded_without_writing(tmp_path: Path) -> None:
+    (tmp_path / "key").mkdir()
+    assert run_on_ranks(2, load_on_rank, str(tmp_path)) == [str(tmp_path / "key")] * 2
+    assert names_in(tmp_path) == ["key"]
+
+
+def files_gone_on_rank(root: str) -> str:
+    """What both ranks raise when one of them does not find the token files."""
+    import torch.distributed
+
+    rank = torch.distributed.get_rank()
+    try:
+        build_cached(Path(root), lambda: cache_key([f"{root}/a{rank}"], {}), lambda directory: None)
+    except IndexCacheError as error:
+        return str(error)
+    return "no error"
+
+
+def test_missing_token_files_on_one_node_are_told_to_all(tmp_path: Path) -> None:
+    write(tmp_path / "a0")
+    first, second = run_on_ranks(2, files_gone_on_rank, str(tmp_path))
+    assert first == second
+    assert "a1.idx" in first
+
+
 def only_some_read_on_rank(root: str) -> str | None:
     """Rank 1 reads nothing."""
     import torch.distributed
