@@ -16,7 +16,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,8 +189,10 @@ def _publish(directory: Path, final: Path) -> None:
 def _sweep(root: Path) -> None:
     """Take away what builds that were killed left behind a week ago or longer."""
     for directory in root.glob(f".*{INCOMPLETE}*"):
-        if time.time() - directory.stat().st_mtime > LEFT_OVER_SECONDS:
-            shutil.rmtree(directory, ignore_errors=True)
+        # Another job may finish, or sweep, at the same moment.
+        with suppress(FileNotFoundError):
+            if time.time() - directory.stat().st_mtime > LEFT_OVER_SECONDS:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _difference(sizes: Sequence[dict[str, int] | None]) -> str:
