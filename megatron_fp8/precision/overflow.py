@@ -12,30 +12,27 @@ from megatron_fp8.precision.policy import LossScaling
 _MOST_OVERFLOWS_IN_A_ROW = 10
 
 
-class OverflowWatch:
-    """Counts overflows in a row under a loss scale that cannot fall."""
+def overflows_in_a_row(before: int, skipped: bool, loss_scale: float, scaling: LossScaling) -> int:
+    """How many steps up to this one overflowed in a row under a loss scale that cannot fall.
 
-    def __init__(self, scaling: LossScaling) -> None:
-        self._scaling = scaling
-        self._in_a_row = 0
+    `before`: the same after the step before; `loss_scale`: after this step.
+    """
+    falls = scaling.constant is None and loss_scale > scaling.minimum
+    return before + 1 if skipped and not falls else 0
 
-    def effective_step(self) -> None:
-        """Count a step that was not skipped."""
-        self._in_a_row = 0
 
-    def skipped_step(self, loss_scale: float) -> str | None:
-        """Count a skipped step; `loss_scale` is the scale after it. Returns what is wrong and what to do, or None."""
-        falls = self._scaling.constant is None and loss_scale > self._scaling.minimum
-        self._in_a_row = 0 if falls else self._in_a_row + 1
-        if self._in_a_row < _MOST_OVERFLOWS_IN_A_ROW:
-            return None
-        return (
-            f"gradients were not finite in {self._in_a_row} steps in a row, under a loss scale of {loss_scale:g} that "
-            f"cannot fall further ({self._why()}). Use precision.mode=bf16, lower optimizer.lr, lengthen "
-            "optimizer.lr_warmup_iters, or look at the data of these steps"
-        )
+def overflow_problem(in_a_row: int, loss_scale: float, scaling: LossScaling) -> str | None:
+    """What is wrong and what to do when too many overflowed in a row, else None."""
+    if in_a_row < _MOST_OVERFLOWS_IN_A_ROW:
+        return None
+    return (
+        f"gradients were not finite in {in_a_row} steps in a row, under a loss scale of {loss_scale:g} that "
+        f"cannot fall further ({_why(scaling)}). Use precision.mode=bf16, lower optimizer.lr, lengthen "
+        "optimizer.lr_warmup_iters, or look at the data of these steps"
+    )
 
-    def _why(self) -> str:
-        if self._scaling.constant is None:
-            return f"precision.min_loss_scale={self._scaling.minimum:g}; lower it if the activations are finite"
-        return f"precision.loss_scale={self._scaling.constant:g} is constant; null makes it dynamic"
+
+def _why(scaling: LossScaling) -> str:
+    if scaling.constant is None:
+        return f"precision.min_loss_scale={scaling.minimum:g}; lower it if the activations are finite"
+    return f"precision.loss_scale={scaling.constant:g} is constant; null makes it dynamic"

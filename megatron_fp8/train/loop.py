@@ -17,7 +17,7 @@ from megatron_fp8.data.dataset import Datasets
 from megatron_fp8.data.loader import BatchLoader, MicroBatch
 from megatron_fp8.faults.exit_codes import NonFiniteError
 from megatron_fp8.faults.signals import StopSignals
-from megatron_fp8.precision.overflow import OverflowWatch
+from megatron_fp8.precision.overflow import overflow_problem, overflows_in_a_row
 from megatron_fp8.train.checkpointing import Progress
 from megatron_fp8.train.evaluate import evaluate
 from megatron_fp8.train.interval import IntervalLoss
@@ -58,10 +58,9 @@ def train(parts: TrainingParts, datasets: Datasets, started: float, progress: Pr
             training.train_iters - progress.state.iteration,
             training.global_batch_size * parts.config.model.seq_length,
         )
-        overflows = _overflow_watch(parts)
         parts.recorder.write("ready", {"seconds-to-first-step": time.monotonic() - started})
         while progress.state.iteration < training.train_iters and stopped is None:
-            progress = _step(parts, iterators, progress, overflows, pace, loader)
+            progress = _step(parts, iterators, progress, pace, loader)
             if _evaluates_after(parts.config, progress.state.iteration):
                 with pace.paused():
                     last = evaluate(parts, datasets.valid, progress.state)
@@ -88,7 +87,6 @@ def _step(
     parts: TrainingParts,
     iterators: Sequence[Iterator[MicroBatch]],
     progress: Progress,
-    overflows: OverflowWatch | None,
     pace: Pace,
     loader: BatchLoader,
 ) -> Progress:
@@ -99,8 +97,10 @@ def _step(
         result = parts.stepper.train(parts.optimizer, iterators, parts.batch_shape)
     if not result.skipped:
         parts.schedule.step(1)
-    state = progress.state.after_step(training.global_batch_size, parts.config.model.seq_length, result.skipped)
-    _require_progress(parts, overflows, result, state.iteration)
+    state = progress.state.after_step(
+        training.global_batch_size, parts.config.model.seq_length, result.skipped, _overflows(parts, progress, result)
+    )
+    _require_progress(parts, result, state)
     progress.interval.add(result)
     pace.step_done()
     if state.iteration % parts.config.logging.log_interval == 0 or state.iteration == training.train_iters:
@@ -176,28 +176,27 @@ def _mean_loss(interval: IntervalLoss, iteration: int) -> float | None:
     return mean
 
 
-def _require_progress(
-    parts: TrainingParts, overflows: OverflowWatch | None, result: StepResult, iteration: int
-) -> None:
+def _overflows(parts: TrainingParts, progress: Progress, result: StepResult) -> int:
+    scaling = parts.precision.policy.loss_scaling
+    if scaling is None:
+        return 0
+    loss_scale = float(parts.optimizer.get_loss_scale())
+    return overflows_in_a_row(progress.state.overflows_in_a_row, result.skipped, loss_scale, scaling)
+
+
+def _require_progress(parts: TrainingParts, result: StepResult, state: TrainState) -> None:
     """What is asked is the same on all ranks and covers every gradient, so all of them stop at the same step."""
     if result.grad_norm is not None and not math.isfinite(result.grad_norm):
         raise NonFiniteError(
-            f"grad-norm is {result.grad_norm} at iteration {iteration}: a loss or gradient is not finite. "
+            f"grad-norm is {result.grad_norm} at iteration {state.iteration}: a loss or gradient is not finite. "
             "Lower optimizer.lr, lengthen optimizer.lr_warmup_iters, or look at the data of this step"
         )
-    if overflows is None:
-        return
-    if not result.skipped:
-        overflows.effective_step()
-        return
-    problem = overflows.skipped_step(float(parts.optimizer.get_loss_scale()))
-    if problem is not None:
-        raise NonFiniteError(f"stopped at iteration {iteration}: {problem}")
-
-
-def _overflow_watch(parts: TrainingParts) -> OverflowWatch | None:
     scaling = parts.precision.policy.loss_scaling
-    return None if scaling is None else OverflowWatch(scaling)
+    if scaling is None:
+        return
+    problem = overflow_problem(state.overflows_in_a_row, float(parts.optimizer.get_loss_scale()), scaling)
+    if problem is not None:
+        raise NonFiniteError(f"stopped at iteration {state.iteration}: {problem}")
 
 
 def _learning_rate(optimizer: MegatronOptimizer) -> float:

@@ -3,26 +3,34 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
+# Counters that checkpoints of earlier versions do not have, and what they were then.
+_ADDED_LATER = {"overflows_in_a_row": 0}
+
 
 @dataclass(frozen=True)
 class TrainState:
     """How far a run has come: optimizer steps, samples and tokens consumed by them, steps that changed no weights.
 
-    A skipped step counts as an iteration, and its samples as consumed.
+    A skipped step counts as an iteration, and its samples as consumed. `overflows_in_a_row`: see
+    `precision/overflow.py`.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
     skipped_iterations: int = 0
+    overflows_in_a_row: int = 0
 
-    def after_step(self, num_samples: int, seq_length: int, skipped: bool = False) -> "TrainState":
+    def after_step(
+        self, num_samples: int, seq_length: int, skipped: bool = False, overflows_in_a_row: int = 0
+    ) -> "TrainState":
         """The counters one optimizer step later."""
         return TrainState(
             iteration=self.iteration + 1,
             consumed_samples=self.consumed_samples + num_samples,
             consumed_tokens=self.consumed_tokens + num_samples * seq_length,
             skipped_iterations=self.skipped_iterations + skipped,
+            overflows_in_a_row=overflows_in_a_row,
         )
 
     def as_counters(self) -> dict[str, int]:
@@ -32,4 +40,5 @@ class TrainState:
     @classmethod
     def from_counters(cls, counters: Mapping[str, float]) -> "TrainState":
         """From `as_counters`, with other names among them. Raises KeyError for a counter that is missing."""
-        return cls(**{field.name: int(counters[field.name]) for field in fields(cls)})
+        known = {**_ADDED_LATER, **counters}
+        return cls(**{field.name: int(known[field.name]) for field in fields(cls)})
