@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megatron_fp8.report.record import Value
 
-DATA_WAIT_WORTH_SAYING = 0.01
+DATA_WAIT_WORTH_SAYING = 0.05
 
 
 class ConsoleSink:

@@ -44,7 +44,7 @@ SERIES = {
 }
 TRAIN_LINE = re.compile(
     r"iteration +(\d+)/6 \| lm loss (\d+\.\d{4}) \| grad-norm (\d+\.\d{3}) \| learning-rate (\d\.\d\de[-+]\d\d)"
-    r" \| tokens/s ([\d,]+) \| time left (.+)"
+    r" \| tokens/s ([\d,]+)(?: \| waits for data \d+%)? \| time left (.+)"
 )
 VALIDATION_LINE = re.compile(r"iteration (\d+)/6 \| lm loss validation (\d+\.\d{4})")
 

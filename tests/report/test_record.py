@@ -34,6 +34,11 @@ def test_lines_are_json_also_where_json_has_no_number(tmp_path: Path) -> None:
     recorder.close()
 
 
+def test_a_run_that_waits_for_data_says_so() -> None:
+    assert "waits for data 12% | time left" in format_record({"event": "train", **TRAIN, "data-wait-share": 0.123}, 40)
+    assert "waits" not in format_record({"event": "train", **TRAIN, "data-wait-share": 0.009}, 40)
+
+
 def test_a_recorder_without_sinks_is_silent() -> None:
     recorder = Recorder([])
     recorder.write("train", TRAIN)
