@@ -17,7 +17,7 @@ from megatron_fp8.data.preprocess import NoTextError, Pace, Totals, output_prefi
 from megatron_fp8.data.progress_display import ProgressDisplay
 from megatron_fp8.data.sources.block import InputError
 from megatron_fp8.data.sources.files import FORMATS, InputFile, find_inputs
-from megatron_fp8.data.tokenizer import TOKENIZER_TYPES, Tokenizer, TokenizerError
+from megatron_fp8.data.tokenizer import END_OF_DOCUMENT, TOKENIZER_TYPES, Tokenizer, TokenizerError
 from megatron_fp8.data.train_tokenizer import MOST_TRAINING_BYTES, train_on_files
 
 _SMALLEST_VOCABULARY = 257
@@ -99,6 +99,8 @@ def _wrong_tokenizer(settings: argparse.Namespace) -> list[str]:
             return [f"--tokenizer-model {path}: name the file to write the trained tokenizer to, in a directory"]
         if settings.tokenizer_type not in ("auto", "HuggingFaceTokenizer"):
             return [f"--tokenizer-type {settings.tokenizer_type}: --train-bpe makes a HuggingFaceTokenizer"]
+        if settings.eod_token not in (None, END_OF_DOCUMENT):
+            return [f"--eod-token {settings.eod_token}: --train-bpe makes {END_OF_DOCUMENT}; leave it out"]
         if not Path(path).exists():
             return []
     try:
@@ -165,6 +167,8 @@ def main(arguments: list[str] | None = None) -> int:
     worker_settings = Settings(
         tokenizer_of(settings), tuple(settings.json_keys), settings.append_eod, settings.skip_broken_lines
     )
+    if settings.partitions is not None:
+        print(f"--partitions {settings.partitions} has no effect: --workers share any input, and order is kept")
     start = time.perf_counter()
     inputs = " ".join(settings.input)
     try:

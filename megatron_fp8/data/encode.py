@@ -111,26 +111,23 @@ def encode_documents(
     An empty text is counted, not written: it would be an end with no beginning. `continues`: the first text is the
     rest of a document; `open_end`: the last is a document's beginning.
     """
-    pieces = [list(_pieces_of(text)) for text in texts]
-    ids = iter(tokenizer.encode_batch([piece for parts in pieces for piece in parts]))
-    eod = np.array([tokenizer.eod_id])
-    arrays: list[NDArray[np.integer]] = []
-    lengths: list[int] = []
-    num_empty = 0
-    for number, parts in enumerate(pieces):
-        document = [next(ids) for _ in parts]
-        is_rest, is_open = continues and number == 0, open_end and number == len(pieces) - 1
-        if not is_rest and not is_open and not any(len(part) for part in document):
-            num_empty += 1
-            continue
-        if append_eod and not is_open:
-            document.append(eod)
-        arrays += document
-        lengths.append(sum(len(part) for part in document))
     dtype = token_dtype(tokenizer.vocab_size)
+    if not texts:
+        return Encoded(np.empty(0, dtype), [], 0, 0)
+    pieces = [list(_pieces_of(text)) for text in texts]
+    arrays = tokenizer.encode_batch([piece for parts in pieces for piece in parts])
+    first_pieces = np.cumsum([0, *map(len, pieces)])[:-1]
+    lengths = np.add.reduceat(np.array([len(ids) for ids in arrays]), first_pieces)
+    is_open = np.arange(len(texts)) >= len(texts) - int(open_end)
+    is_rest = np.arange(len(texts)) < int(continues)
+    is_empty = (lengths == 0) & ~is_open & ~is_rest
     # All ids are below vocab_size, which the dtype is chosen for.
-    tokens = np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else np.empty(0, dtype)
-    return Encoded(tokens, lengths, sum(len(text.encode()) for text in texts), num_empty)
+    tokens = np.concatenate(arrays, dtype=dtype, casting="unsafe")
+    if append_eod:
+        has_end = ~is_open & ~is_empty
+        tokens = np.insert(tokens, np.cumsum(lengths)[has_end], tokenizer.eod_id)
+        lengths += has_end
+    return Encoded(tokens, lengths[~is_empty].tolist(), sum(len(text.encode()) for text in texts), int(is_empty.sum()))
 
 
 def _pieces_of(text: str) -> Iterator[str]:
@@ -168,7 +165,7 @@ def _records(block: Block, keys: Sequence[str]) -> Iterator[list[str] | BrokenLi
         yield BrokenLineError(block.source, block.first_number, block.broken)
     elif block.kind == "lines":
         for number, line in enumerate(block.lines.split(b"\n"), block.first_number):
-            if line.strip():
+            if line and not line.isspace():
                 yield _record_of_line(line, block.source, number, keys)
     elif block.kind == "rows":
         assert block.rows is not None
@@ -188,7 +185,8 @@ def _records(block: Block, keys: Sequence[str]) -> Iterator[list[str] | BrokenLi
 
 def _record_of_line(line: bytes, source: str, number: int, keys: Sequence[str]) -> list[str] | BrokenLineError:
     try:
-        record = json.loads(line)
+        # As text: of bytes the module would guess the encoding, for each line. A file may begin with a mark.
+        record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except ValueError as error:
         return BrokenLineError(source, number, f"not JSON: {error}")
     if not isinstance(record, dict):

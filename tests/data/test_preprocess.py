@@ -11,10 +11,11 @@ from types import ModuleType
 import pytest
 from token_file_reference import decode_token_file
 
-from megatron_fp8.data.encode import BrokenLineError, Settings, TokenizerFile
+from megatron_fp8.data.encode import BrokenLineError, Settings, TokenizerFile, encode_documents
 from megatron_fp8.data.preprocess import NoTextError, Pace, Totals, preprocess
 from megatron_fp8.data.sources.files import find_inputs
 from megatron_fp8.data.tokenizer import Tokenizer
+from megatron_fp8.data.train_tokenizer import _texts
 
 TOOLS = Path(__file__).parents[2] / "tools"
 WriteJsonl = Callable[..., Path]
@@ -184,6 +185,54 @@ def test_the_tool_writes_and_sums_up(
     printed = capsys.readouterr().out
     for part in ("documents 2", "longest document", "empty documents 1", "broken lines 1", "line 2: a JSON list"):
         assert part in printed
+
+
+def test_a_tokenizer_is_trained_on_the_inputs_and_then_used(
+    write_jsonl: WriteJsonl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_jsonl([{"text": "to be or not to be " * 20}, {"text": "that is the question " * 20}])
+    flags = ["--input", str(path), "--tokenizer-model", str(tmp_path / "own.json"), "--train-bpe", "280"]
+    tool = load_tool("preprocess_data")
+    for prefix in ("first", "second"):
+        assert tool.main([*flags, "--output-prefix", str(tmp_path / prefix)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(f"wrote {tmp_path}/own.json: ") == 1
+    assert printed.count("used, not trained again") == 1
+    tokenizer = Tokenizer.load(tmp_path / "own.json")
+    assert 257 < tokenizer.vocab_size <= 280
+    expected = [tokenizer.encode("to be or not to be " * 20), tokenizer.encode("that is the question " * 20)]
+    for prefix in ("first", "second"):
+        assert decode_token_file(tmp_path / f"{prefix}_text_document") == expected
+    with pytest.raises(SystemExit):
+        tool.main([*flags[:-1], "270", "--output-prefix", str(tmp_path / "third")])
+    assert "more than --train-bpe 270" in capsys.readouterr().err
+
+
+def test_training_reads_an_even_share_of_more_text_than_is_wanted(tmp_path: Path) -> None:
+    for name in "abcdefgh":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name * 100}) + "\n")
+    files = find_inputs([str(tmp_path)], "auto", ["text"])
+    settings = Settings(TokenizerFile(None, "ByteLevelTokenizer"))
+    total_bytes = sum(file.size_bytes for file in files)
+    assert [text[0] for text in _texts(files, settings, total_bytes, None)] == list("abcdefgh")
+    assert [text[0] for text in _texts(files, settings, total_bytes // 2, None)] == list("abdfh")
+
+
+def test_a_long_text_in_parts_gives_the_tokens_of_the_whole(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_fp8.data.encode.LONGEST_PIECE_CHARS", 120)
+    monkeypatch.setattr("megatron_fp8.data.encode._TAIL_CHARS", 100)
+    text = "def add(first, second):\n    return first\n\n\n  # Füße 東京\nprint(3)\n" * 40
+    sizes: list[int] = []
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: sizes.extend(map(len, texts)) or encode_batch(texts))
+    encode_batch = Tokenizer.load(tokenizer.path).encode_batch
+    encoded = encode_documents([text, "end"], tokenizer, append_eod=True)
+    assert len(sizes) > 20
+    assert max(sizes) <= 120
+    whole, end = tokenizer.encode(text), tokenizer.encode("end")
+    assert encoded.tokens.tolist() == [*whole, tokenizer.eod_id, *end, tokenizer.eod_id]
+    assert encoded.lengths_tokens == [len(whole) + 1, len(end) + 1]
 
 
 @pytest.mark.parametrize("name", ["preprocess_data", "prepare_quickstart"])
