@@ -26,6 +26,20 @@ class GemmShape:
 
 
 @dataclass(frozen=True)
+class ParameterShape:
+    """A parameter of a block, or query, key and value together: `size` elements over all tensor-parallel ranks.
+
+    `is_divided`: each of these ranks holds its share; else each holds the whole. `is_gemm_weight`: a linear layer's
+    weight, which FP8 layers read in FP8.
+    """
+
+    name: str
+    size: int
+    is_divided: bool
+    is_gemm_weight: bool = False
+
+
+@dataclass(frozen=True)
 class Layout:
     """Derived sizes. Sizes of the whole model carry no suffix, those of one rank end in `_per_rank`.
 
@@ -173,18 +187,41 @@ def block_gemms(config: Config) -> tuple[GemmShape, ...]:
     )
 
 
+def block_parameters(model: ModelConfig) -> tuple[ParameterShape, ...]:
+    """What a block learns, in the order of its parts."""
+    hidden, attention = model.hidden_size, model.num_attention_heads * head_size(model)
+    shapes: list[ParameterShape] = []
+    for name, rows, columns, column_parallel in (
+        ("qkv", qkv_rows(model), hidden, True),
+        ("proj", hidden, attention, False),
+        ("fc1", fc1_rows(model), hidden, True),
+        ("fc2", hidden, mlp_size(model), False),
+    ):
+        if column_parallel:
+            shapes.append(ParameterShape(f"norm before {name}", norm_parameters(model), is_divided=False))
+        shapes.append(ParameterShape(f"{name} weight", rows * columns, is_divided=True, is_gemm_weight=True))
+        if model.add_bias_linear:
+            shapes.append(ParameterShape(f"{name} bias", rows, is_divided=column_parallel))
+    return tuple(shapes)
+
+
+def norm_parameters(model: ModelConfig) -> int:
+    """Parameters of one norm."""
+    return model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
+
+
+def position_parameters(model: ModelConfig) -> int:
+    """Parameters of the learned position table; RoPE has none."""
+    if model.position_embedding_type != "learned_absolute":
+        return 0
+    return (model.max_position_embeddings or model.seq_length) * model.hidden_size
+
+
 def count_parameters(model: ModelConfig, padded_vocab_size: int) -> int:
     """Parameters of the whole model, rows of the padded vocabulary included."""
-    hidden = model.hidden_size
-    attention = model.num_attention_heads * head_size(model)
-    norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
-    weights = hidden * (qkv_rows(model) + attention + fc1_rows(model) + mlp_size(model))
-    biases = (qkv_rows(model) + hidden + fc1_rows(model) + hidden) if model.add_bias_linear else 0
-    total = model.num_layers * (weights + biases + 2 * norm) + norm
-    total += padded_vocab_size * hidden * (2 if model.untie_embeddings_and_output_weights else 1)
-    if model.position_embedding_type == "learned_absolute":
-        total += (model.max_position_embeddings or model.seq_length) * hidden
-    return total
+    block = sum(shape.size for shape in block_parameters(model))
+    vocabulary = padded_vocab_size * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
+    return model.num_layers * block + norm_parameters(model) + vocabulary + position_parameters(model)
 
 
 def _exact(number: int, divisor: int, name: str) -> int:

@@ -16,9 +16,9 @@ from megatron_fp8.config.rules_model import PP
 from megatron_fp8.config.rules_parallel import GLOBAL_BATCH
 
 # Rates that large GEMMs and casts reach on an H100 SXM, about two thirds of its peaks.
-_BF16_FLOPS_PER_SECOND = 600e12
-_FP8_FLOPS_PER_SECOND = 1100e12
-_CAST_BYTES_PER_SECOND = 2.5e12
+BF16_FLOPS_PER_SECOND = 600e12
+FP8_FLOPS_PER_SECOND = 1100e12
+CAST_BYTES_PER_SECOND = 2.5e12
 # A cast reads two bytes of BF16 and writes one FP8 byte twice: as it is and transposed.
 _CAST_BYTES_PER_ELEMENT = 4
 _SECONDS_PER_LAUNCH = 5e-6
@@ -91,10 +91,10 @@ def fp8_seconds(gemms: tuple[GemmShape, ...], num_microbatches: int) -> tuple[fl
     saved = spent = 0.0
     for gemm in gemms:
         flops = 3 * 2 * gemm.num_tokens * gemm.in_features * gemm.out_features
-        saved += flops * (1 / _BF16_FLOPS_PER_SECOND - 1 / _FP8_FLOPS_PER_SECOND)
+        saved += flops * (1 / BF16_FLOPS_PER_SECOND - 1 / FP8_FLOPS_PER_SECOND)
         elements = gemm.num_tokens * (gemm.in_features + gemm.out_features)
         elements += gemm.in_features * gemm.out_features // num_microbatches
-        spent += elements * _CAST_BYTES_PER_ELEMENT / _CAST_BYTES_PER_SECOND
+        spent += elements * _CAST_BYTES_PER_ELEMENT / CAST_BYTES_PER_SECOND
         spent += _CASTS_PER_GEMM * _SECONDS_PER_LAUNCH
     return saved, spent
 

@@ -1,0 +1,104 @@
+"""Owns the bytes that one micro-batch keeps on a rank from its forward to its backward pass. Imports no torch.
+
+What Transformer Engine's layer keeps is `precision/chart/activations.py`'s matter, which is held against real tensors;
+here are the layers of a chunk, recomputed or not, with the dropout masks, and what the model's two ends keep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_fp8.config.layout import Layout
+from megatron_fp8.config.schema import Config
+from megatron_fp8.planner.gpus import Gpu
+from megatron_fp8.planner.stages import Chunk
+from megatron_fp8.precision.chart.activations import activation_rows, logits_rows
+from megatron_fp8.precision.chart.rows import ELEMENT_BYTES, Formats
+from megatron_fp8.precision.policy import build_policy
+
+_ID_BYTES, _BOOL_BYTES = 8, 1
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """What a micro-batch keeps in a chunk, in bytes: of its layers, and of the head's logits."""
+
+    layers: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.layers + self.logits
+
+
+@dataclass(frozen=True)
+class ActivationSizes:
+    """Bytes of one micro-batch on a rank.
+
+    `fp8_layer`, `other_layer`: all that a layer keeps. `layer_input`: what a recomputed layer keeps. `hidden`: the
+    residual stream between two layers. `embedding`, `before_head`: what the two ends keep beside `logits`. `rope`:
+    the table of angles, once a chunk.
+    """
+
+    fp8_layer: float
+    other_layer: float
+    layer_input: float
+    hidden: float
+    embedding: float
+    before_head: float
+    logits: float
+    rope: float
+
+
+def chunk_bytes(chunk: Chunk, sizes: ActivationSizes) -> KeptBytes:
+    """What a micro-batch keeps between its two passes through the chunk."""
+    layers = chunk.num_recomputed * sizes.layer_input + sizes.rope
+    layers += (chunk.num_fp8_layers - chunk.recomputed_fp8_layers) * sizes.fp8_layer
+    layers += (chunk.num_other_layers - chunk.recomputed_other_layers) * sizes.other_layer
+    layers += sizes.embedding if chunk.has_embedding else 0
+    layers += sizes.before_head if chunk.has_head else 0
+    return KeptBytes(layers, sizes.logits if chunk.has_head else 0)
+
+
+def activation_sizes(config: Config, layout: Layout, gpu: Gpu) -> ActivationSizes:
+    """The sizes that make up `chunk_bytes`."""
+    model, tokens = config.model, layout.tokens_per_microbatch
+    formats = run_formats(config)
+    size = ELEMENT_BYTES[formats.params]
+    shared = layout.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    elements = tokens * model.hidden_size / shared
+    masks = elements * (size if gpu.mask_bytes is None else gpu.mask_bytes) if model.hidden_dropout else 0.0
+    per_norm = (2 if model.normalization == "LayerNorm" else 1) * ELEMENT_BYTES["fp32"] * tokens / shared
+    rope = layout.seq_length * layout.rotary_dim * ELEMENT_BYTES["fp32"]
+    positions = model.position_embedding_type == "learned_absolute"
+    (logits,) = (row.size for row in logits_rows(layout, formats) if row.format == "fp32" and "softmax" in row.tensor)
+    return ActivationSizes(
+        # A mask after attention and one after the MLP.
+        fp8_layer=_layer(config, layout, formats) + 2 * masks,
+        other_layer=_layer(config, layout, without_fp8(formats)) + 2 * masks,
+        layer_input=elements * size,
+        hidden=elements * size,
+        # The tokens themselves, and the positions of one sample.
+        embedding=tokens * _ID_BYTES + (layout.seq_length * _ID_BYTES if positions else 0) + masks,
+        # Final norm's input and statistics, the head's input; which logits are the labels', and where.
+        before_head=2 * elements * size + per_norm + tokens * (_ID_BYTES + _BOOL_BYTES),
+        logits=logits * tokens,
+        rope=0.0 if positions else rope,
+    )
+
+
+def run_formats(config: Config) -> Formats:
+    """The formats of a run."""
+    return Formats(build_policy(config.precision, config.model.num_layers), config.model.num_layers)
+
+
+def without_fp8(formats: Formats) -> Formats:
+    """The formats in the layers that stay out of FP8."""
+    return replace(formats, policy=replace(formats.policy, fp8=None))
+
+
+def _layer(config: Config, layout: Layout, formats: Formats) -> float:
+    """All that a layer keeps which is not recomputed."""
+    kept = config.model_copy(update={"model": config.model.model_copy(update={"recompute_granularity": "none"})})
+    return sum(row.size for row in activation_rows(kept, layout, formats)) * layout.tokens_per_microbatch

@@ -1,0 +1,175 @@
+"""Owns the bytes that a rank of each pipeline stage holds when it holds most, by kind. Imports no torch.
+
+Weights, copies, masters, moments and gradients follow the precision chart; activations the stage's schedule. What is
+held only inside a kernel or for moments of a backward pass is `WORKING`; that alone is an estimate, the rest is held
+against real tensors by `tests/planner`. Memory that is no tensor of the run (CUDA context, NCCL's buffers, fragments)
+is not here; `search` leaves room for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_fp8.config.layout import Layout
+from megatron_fp8.config.schema import Config
+from megatron_fp8.planner.activations import (
+    ActivationSizes,
+    KeptBytes,
+    activation_sizes,
+    chunk_bytes,
+    run_formats,
+)
+from megatron_fp8.planner.gpus import Gpu
+from megatron_fp8.planner.parameters import RankParameters, rank_parameters
+from megatron_fp8.planner.schedule import stage_passes
+from megatron_fp8.planner.stages import Chunk, stage_chunks
+from megatron_fp8.precision.chart.collectives import AMAXES_PER_LAYER
+from megatron_fp8.precision.chart.rows import ELEMENT_BYTES, Formats
+from megatron_fp8.precision.chart.weights import weight_rows
+
+WORKING = "working memory (estimate)"
+KINDS = (
+    "weights",
+    "FP8 copies",
+    "FP8 transposes",
+    "masters",
+    "moments",
+    "gradients",
+    "FP8 scaling state",
+    "activations",
+    "logits",
+    "buffers",
+    "communication",
+    WORKING,
+)
+_PER_TENSOR = ("delayed", "tensorwise")
+# Rows of the chart -> (kind, of which parameters).
+_CHART_KINDS = {
+    "weights": ("weights", "all"),
+    "weights of FP8 linear layers": ("weights", "fp8"),
+    "other weights": ("weights", "others"),
+    "their FP8 copy, rows (fprop)": ("FP8 copies", "fp8"),
+    "their FP8 copy, columns (dgrad)": ("FP8 transposes", "fp8"),
+    "master weights": ("masters", "all"),
+    "optimizer's first moment": ("moments", "all"),
+    "optimizer's second moment": ("moments", "all"),
+    "weight gradients": ("gradients", "all"),
+}
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of a rank of pipeline stage `stage`, by kind; every kind of `KINDS` is there."""
+
+    stage: int
+    by_kind: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """All kinds."""
+        return sum(self.by_kind.values())
+
+
+def stage_memories(config: Config, layout: Layout, gpu: Gpu) -> list[StageMemory]:
+    """The memory of a rank of every stage; ranks of one stage differ by padding alone."""
+    sizes = activation_sizes(config, layout, gpu)
+    return [_stage_memory(config, layout, gpu, sizes, stage) for stage in range(layout.pipeline_model_parallel_size)]
+
+
+def _stage_memory(config: Config, layout: Layout, gpu: Gpu, sizes: ActivationSizes, stage: int) -> StageMemory:
+    formats = run_formats(config)
+    chunks = stage_chunks(config, layout, stage)
+    by_kind = dict.fromkeys(KINDS, 0.0)
+    for kind, size in _of_parameters(config, layout, gpu, formats, rank_parameters(config, layout, chunks)):
+        by_kind[kind] += size
+    by_kind["FP8 scaling state"] = _scaling_state(formats, chunks)
+    kept = most_kept(layout, stage, [chunk_bytes(chunk, sizes) for chunk in chunks])
+    by_kind["activations"], by_kind["logits"] = kept.layers, kept.logits
+    by_kind["buffers"] = gpu.gemm_workspace_bytes + _placeholders(config, layout, formats, chunks)
+    by_kind["communication"] = _communication(config, layout, formats, sizes)
+    by_kind[WORKING] = _working(layout, formats, sizes, chunks)
+    return StageMemory(stage, by_kind)
+
+
+def _of_parameters(
+    config: Config, layout: Layout, gpu: Gpu, formats: Formats, parameters: RankParameters
+) -> Iterator[tuple[str, float]]:
+    """What is kept of each parameter, by the precision chart."""
+    count = {"all": parameters.total, "fp8": parameters.fp8_gemm_weights, "others": parameters.others}
+    fp8 = formats.fp8()
+    for row in weight_rows(config, layout, formats):
+        kind, of = _CHART_KINDS[row.tensor]
+        if kind == "FP8 transposes" and fp8 is not None and fp8.recipe in _PER_TENSOR and not gpu.keeps_transposes:
+            continue
+        yield kind, row.size * count[of]
+
+
+def _scaling_state(formats: Formats, chunks: tuple[Chunk, ...]) -> float:
+    """Amax histories of delayed scaling; the scales themselves are a few bytes."""
+    fp8 = formats.fp8()
+    if fp8 is None or fp8.recipe != "delayed":
+        return 0.0
+    num_layers = sum(chunk.num_fp8_layers for chunk in chunks)
+    return float(num_layers * AMAXES_PER_LAYER * fp8.amax_history_len * ELEMENT_BYTES["fp32"])
+
+
+def most_kept(layout: Layout, stage: int, chunks: list[KeptBytes]) -> KeptBytes:
+    """What the micro-batches that are under way keep at the moment when it is most."""
+    # After the warm-up the schedule repeats itself; a few groups of micro-batches show all that a thousand would.
+    count = min(layout.num_microbatches, 3 * layout.pipeline_model_parallel_size)
+    alive = [0] * len(chunks)
+    most = KeptBytes(0.0, 0.0)
+    for step in stage_passes(layout, stage, count):
+        alive[step.chunk] += 1 if step.is_forward else -1
+        layers = sum(number * chunk.layers for number, chunk in zip(alive, chunks, strict=True))
+        logits = sum(number * chunk.logits for number, chunk in zip(alive, chunks, strict=True))
+        if layers + logits > most.total:
+            most = KeptBytes(layers, logits)
+    return most
+
+
+def _placeholders(config: Config, layout: Layout, formats: Formats, chunks: tuple[Chunk, ...]) -> float:
+    """Tensors that TE gives autograd in place of gradients that are in Megatron's buffer already.
+
+    One for each shape of a weight of TE's `Linear` and `LayerNormLinear`, kept for good (`get_dummy_wgrad`).
+    """
+    hidden = config.model.hidden_size
+    qkv, proj = layout.gemms[0], layout.gemms[1]
+    shapes = set()
+    if config.model.fuse_qkv_params:
+        shapes |= {(qkv.out_features, qkv.in_features), (proj.out_features, proj.in_features)}
+    if any(chunk.has_head for chunk in chunks):
+        shapes.add((layout.padded_vocab_size_per_rank, hidden))
+    return float(sum(rows * columns for rows, columns in shapes) * ELEMENT_BYTES[formats.params])
+
+
+def _communication(config: Config, layout: Layout, formats: Formats, sizes: ActivationSizes) -> float:
+    """Activations on their way: a whole gathered input with sequence parallel, a received and a sent one of stages.
+
+    Gradients and parameters are reduced and gathered in the buffers where they lie.
+    """
+    size = 0.0
+    if config.parallel.sequence_parallel and layout.tensor_model_parallel_size > 1:
+        size += layout.tokens_per_microbatch * config.model.hidden_size * ELEMENT_BYTES[formats.params]
+    if layout.pipeline_model_parallel_size > 1:
+        size += 2 * sizes.hidden
+    return size
+
+
+def _working(layout: Layout, formats: Formats, sizes: ActivationSizes, chunks: tuple[Chunk, ...]) -> float:
+    """The larger of what a layer's backward pass and what the head hold for a moment.
+
+    Of a layer: gradients of the MLP's two inner tensors and of the residual stream (two), casts of the larger of them,
+    and of a recomputed one all that it keeps. Of the head: logits in the parameters' format beside those in FP32.
+    """
+    tokens, size = layout.tokens_per_microbatch, ELEMENT_BYTES[formats.params]
+    fc1, fc2 = layout.gemms[2], layout.gemms[3]
+    casts = 2 if formats.fp8() is not None else 0
+    layer = tokens * (fc1.out_features * (size + casts) + fc2.in_features * size) + 2 * sizes.hidden
+    if any(chunk.recomputed_fp8_layers for chunk in chunks):
+        layer += sizes.fp8_layer
+    elif any(chunk.recomputed_other_layers for chunk in chunks):
+        layer += sizes.other_layer
+    head = any(chunk.has_head for chunk in chunks) * tokens * layout.padded_vocab_size_per_rank * size
+    return max(layer, float(head))

@@ -1,0 +1,95 @@
+"""Owns the plan of one run: everything that is known before it starts, put together. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_fp8.config.layout import Layout
+from megatron_fp8.config.schema import Config
+from megatron_fp8.planner.communication import Traffic, step_traffic
+from megatron_fp8.planner.duration import DEFAULT_MFU, Duration, Fp8Gain, duration, fp8_gain
+from megatron_fp8.planner.flops import FlopsPerToken, flops_per_token
+from megatron_fp8.planner.gpus import Gpu
+from megatron_fp8.planner.memory import StageMemory, stage_memories
+from megatron_fp8.planner.parameters import ModelParameters, RankParameters, model_parameters, rank_parameters
+from megatron_fp8.planner.schedule import bubble_share
+from megatron_fp8.planner.stages import stage_chunks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run takes.
+
+    `memories`, `rank_parameters` and `traffic` are by pipeline stage; `fp8` is None where nothing runs in FP8.
+    """
+
+    name: str
+    gpu: Gpu
+    layout: Layout
+    parameters: ModelParameters
+    rank_parameters: list[RankParameters]
+    memories: list[StageMemory]
+    flops: FlopsPerToken
+    bubble_share: float
+    traffic: list[list[Traffic]]
+    duration: Duration
+    fp8: Fp8Gain | None
+
+    @property
+    def fullest(self) -> StageMemory:
+        """The stage whose ranks hold most."""
+        return max(self.memories, key=lambda memory: memory.total)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; bytes, FLOPs per token, seconds, shares between 0 and 1."""
+        layout = self.layout
+        return {
+            "name": self.name,
+            "gpu": self.gpu.name,
+            "world_size": layout.world_size,
+            "layout": {
+                "tensor_model_parallel_size": layout.tensor_model_parallel_size,
+                "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
+                "chunks_per_stage": layout.num_chunks,
+                "data_parallel_size": layout.data_parallel_size,
+                "micro_batches": layout.num_microbatches,
+                "tokens_per_step": layout.tokens_per_global_batch,
+            },
+            "parameters": asdict(self.parameters),
+            "parameters_per_rank": [rank.total for rank in self.rank_parameters],
+            "memory_bytes": [{**memory.by_kind, "total": memory.total} for memory in self.memories],
+            "flops_per_token": {
+                **asdict(self.flops),
+                **{
+                    name: getattr(self.flops, name)
+                    for name in ("forward", "backward", "model", "hardware", "model_with_all_keys")
+                },
+            },
+            "bubble_share": self.bubble_share,
+            "messages_per_step": [[asdict(item) for item in stage] for stage in self.traffic],
+            "duration": asdict(self.duration),
+            "fp8": None if self.fp8 is None else asdict(self.fp8),
+        }
+
+
+def make_plan(
+    config: Config, layout: Layout, gpu: Gpu, num_tokens: float | None = None, mfu: float = DEFAULT_MFU
+) -> Plan:
+    """The plan of `config` on `layout`; `num_tokens`: the budget (None: the config's own length)."""
+    stages = range(layout.pipeline_model_parallel_size)
+    flops = flops_per_token(config, layout)
+    tokens = num_tokens or float(layout.tokens_per_global_batch * config.training.train_iters)
+    return Plan(
+        name=config.run.name,
+        gpu=gpu,
+        layout=layout,
+        parameters=model_parameters(config, layout),
+        rank_parameters=[rank_parameters(config, layout, stage_chunks(config, layout, stage)) for stage in stages],
+        memories=stage_memories(config, layout, gpu),
+        flops=flops,
+        bubble_share=bubble_share(layout),
+        traffic=[step_traffic(config, layout, stage) for stage in stages],
+        duration=duration(config, layout, flops, gpu, tokens, mfu),
+        fp8=fp8_gain(layout) if config.precision.mode == "fp8" else None,
+    )

@@ -1,0 +1,67 @@
+"""What a rank of a real run holds: tensors between two steps, and what autograd keeps at its fullest moment."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from typing import Any
+
+from tests.small_run import batches
+
+# torch's own generators have their state in tensors, of 5,056 bytes each on CPUs.
+_RANDOM_STATE_BYTES = 5056
+
+
+def held_by_rank(parts: Any) -> dict[str, int]:
+    """Bytes of a rank after a step: `kept` between steps; in the step after, when a forward pass ends and autograd
+    keeps most, `for backward` of these, and `at most` all together."""
+    kept = tensors_in_python()
+    for_backward, at_most = fullest_moment(parts, set(kept))
+    return {"kept": sum(kept.values()), "for backward": for_backward, "at most": at_most}
+
+
+def tensors_in_python() -> dict[int, int]:
+    """Bytes by address of every storage that a tensor in Python refers to, whatever refers to that."""
+    import torch
+
+    gc.collect()
+    found: dict[int, int] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for thing in gc.get_objects():
+            # By class: an instance check would run code of objects that pretend to be something else.
+            if not issubclass(type(thing), torch.Tensor) or thing.is_meta:
+                continue
+            storage = thing.untyped_storage()
+            if storage.nbytes() not in (0, _RANDOM_STATE_BYTES):
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def fullest_moment(parts: Any, known: set[int]) -> tuple[int, int]:
+    """Bytes of the storages beside the `known` that autograd keeps when a forward pass ends, at the worst of them; and
+    of all storages then."""
+    import torch
+
+    saved: list[weakref.ref] = []
+    most = (0, 0)
+
+    def pack(tensor: Any) -> Any:
+        saved.append(weakref.ref(tensor))
+        return tensor
+
+    def look(*_: Any) -> None:
+        nonlocal most
+        alive = [tensor for tensor in (reference() for reference in saved) if tensor is not None]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in alive}
+        size = sum(size for address, size in storages.items() if address not in known)
+        if size > most[0]:
+            most = size, sum({**tensors_in_python(), **storages}.values())
+
+    hooks = [chunk.module.register_forward_hook(look) for chunk in parts.chunks]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+    for hook in hooks:
+        hook.remove()
+    return most
