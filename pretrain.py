@@ -9,14 +9,14 @@ from functools import partial
 
 from megatron_fp8.checkpoint.start import choose_start
 from megatron_fp8.config.cli import parse_command_line
-from megatron_fp8.config.load import process_environment
+from megatron_fp8.config.load import LoadedConfig, process_environment
 from megatron_fp8.data.check import check_data
 
 
 def main() -> None:
     """Parse, check, train."""
     started = time.monotonic()
-    command = parse_command_line(sys.argv[1:], process_environment(), check_data, choose_start)
+    command = parse_command_line(sys.argv[1:], process_environment(), check_data, choose_start, _plan)
     from megatron_fp8.faults.exit_codes import ExitCode
     from megatron_fp8.faults.report import run_reporting
     from megatron_fp8.parallel.start import global_rank
@@ -25,6 +25,13 @@ def main() -> None:
     job = partial(run_job, command.config, command.vocab_size, command.start, started)
     if run_reporting(job, global_rank()).stopped is not None:
         sys.exit(ExitCode.STOPPED)
+
+
+def _plan(loaded: LoadedConfig, world_size: int | None) -> str:
+    # Tables take a tenth of a second to import, which a run does without.
+    from megatron_fp8.planner.resolve import describe_plan
+
+    return describe_plan(loaded, world_size, check_data)
 
 
 # Workers that are spawned import this file.

@@ -118,10 +118,10 @@ def run(settings: argparse.Namespace, plan: Plan) -> None:
     from rich.console import Console
 
     from megatron_fp8.bench import report
-    from megatron_fp8.planner.flops import step_flops
     from megatron_fp8.bench.rounds import Procedure, run_rounds
     from megatron_fp8.config.layout import derive_layout
     from megatron_fp8.config.load import load_config
+    from megatron_fp8.planner.flops import step_flops
 
     config = load_config(settings.config, settings.overrides).config
     ranks = max(subject.num_processes for subject in plan.subjects)

@@ -8,12 +8,11 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from megatron_fp8.config.check import check_config, fitting_world_sizes
 from megatron_fp8.config.formats import describe_formats
-from megatron_fp8.config.layout import Layout, derive_layout
-from megatron_fp8.config.load import LoadedConfig, load_config
+from megatron_fp8.config.load import load_config
 from megatron_fp8.config.problem import ConfigError
 from megatron_fp8.data.check import check_data
+from megatron_fp8.planner.resolve import resolve_layout, resolve_sizes
 from megatron_fp8.precision.chart.chart import format_chart, format_size, precision_chart
 from megatron_fp8.precision.chart.rows import ChartRow
 
@@ -30,8 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     if settings.world_size is not None and settings.world_size < 1:
         parser.error(f"--world-size {settings.world_size} is not a number of ranks, 1 or more")
     try:
-        loaded = load_config(settings.config, settings.overrides)
-        layout = _layout(loaded, settings.world_size)
+        loaded, vocab_size = resolve_sizes(load_config(settings.config, settings.overrides), check_data)
+        layout = resolve_layout(loaded, settings.world_size, vocab_size)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -46,29 +45,6 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         print(f"{title}\n{format_chart(rows)}")
     return 0
-
-
-def _layout(loaded: LoadedConfig, world_size: int | None) -> Layout:
-    """The layout, on the fewest ranks that fit unless told; raises ConfigError with every mistake of the formats.
-
-    The tokenizer is read for its size where the config does not give one; missing text to train on is no mistake here.
-    """
-    config = loaded.config
-    vocab_size = config.model.vocab_size
-    report = None
-    if vocab_size is None:
-        report = check_data(config)
-        vocab_size = report.vocab_size
-    if world_size is None:
-        world_size = next(iter(fitting_world_sizes(config)), None)
-    problems = [item for item in check_config(loaded, world_size, vocab_size) if not item.key.startswith("data.")]
-    if vocab_size is None and report is not None:
-        problems += [problem for problem in report.problems if "tokenizer" in problem.key]
-    if problems:
-        raise ConfigError.from_problems(problems)
-    if world_size is None or vocab_size is None:
-        raise ConfigError("the size of the vocabulary is unknown; use model.vocab_size=N or data.tokenizer_model=FILE")
-    return derive_layout(config, world_size, vocab_size)
 
 
 def _table(rows: list[ChartRow], title: str) -> Table:

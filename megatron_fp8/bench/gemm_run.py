@@ -11,11 +11,11 @@ import time
 import torch
 from torch import Tensor
 
-from megatron_fp8.planner.flops import step_gemms
 from megatron_fp8.bench.work import StepSample
 from megatron_fp8.config.layout import GemmShape, derive_layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.cpu import memory
+from megatron_fp8.planner.flops import step_gemms
 
 # A short step multiplies one row of so many.
 _SHORT_SHARE = 16

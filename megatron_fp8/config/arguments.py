@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of `pretrain.py`'s command line. Its errors are UsageErrors."""
     parser = _Parser(
         prog="pretrain.py",
-        usage="pretrain.py CONFIG [section.key=value ...] [--resume[=auto]] [--check] [--world-size N] "
+        usage="pretrain.py CONFIG [section.key=value ...] [--resume[=auto]] [--check | --plan] [--world-size N] "
         "[--print-config]",
         description=DESCRIPTION,
         epilog=describe_keys(),
@@ -51,7 +51,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--resume-auto", dest="resume", action="store_const", const="auto", help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help="report every mistake, or what would run, and end")
-    parser.add_argument("--world-size", type=int, metavar="N", help="with --check: ranks that would run")
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="say what the run will take (memory, FLOPs, messages, days), without the text, and end; "
+        "tools/plan.py knows more",
+    )
+    parser.add_argument("--world-size", type=int, metavar="N", help="with --check or --plan: ranks that would run")
     parser.add_argument("--print-config", action="store_true", help="write the whole config as YAML and end")
     parser.add_argument("-h", "--help", action="store_true", help="show this text and end")
     return parser

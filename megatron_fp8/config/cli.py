@@ -36,6 +36,7 @@ SECONDS_FOR_THE_SPEAKER = 10.0
 
 DataCheck = Callable[[Config], DataReport]
 StartChoice = Callable[[Config, Resume | None], Start]
+Planner = Callable[[LoadedConfig, int | None], str]
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,18 @@ class Command:
 
 
 def parse_command_line(
-    argv: Sequence[str], environ: Mapping[str, str], check_data: DataCheck, choose_start: StartChoice
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    check_data: DataCheck,
+    choose_start: StartChoice,
+    describe_plan: Planner,
 ) -> Command:
     """The checked config that `argv` (without the program's name) asks to train with.
 
     `environ`: `RANK` and `WORLD_SIZE` as torchrun sets them; rank 0 writes messages, to standard error.
-    `check_data` opens the config's files, `choose_start` looks for checkpoints.
-    Ends the process: with code 0 after `--help`, `--print-config` and
+    `check_data` opens the config's files, `choose_start` looks for checkpoints, `describe_plan` says what a config
+    takes on so many ranks (None: on the fewest that fit).
+    Ends the process: with code 0 after `--help`, `--print-config`, `--plan` and
     `--check`, with code 2 after any mistake.
     """
     speaker = _Speaker(environ)
@@ -72,9 +78,11 @@ def parse_command_line(
         loaded = load_config(arguments.config, arguments.overrides)
         if arguments.print_config:
             answer = dump_config(loaded.config, loaded.origins)
-            if not arguments.check:
+            if not arguments.check and not arguments.plan:
                 speaker.end_with_answer(answer)
             speaker.answer(answer)
+        if arguments.plan:
+            speaker.end_with_answer(describe_plan(loaded, world_size))
         command, layout = _check(loaded, world_size, check_data, partial(choose_start, loaded.config, arguments.resume))
     except (UsageError, ConfigError) as error:
         speaker.end_with_mistake(str(error))
@@ -101,20 +109,22 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("CONFIG is missing: the path of a YAML file, as in configs/quickstart.yaml")
     if "=" in arguments.config and not Path(arguments.config).exists():
         parser.error(f"CONFIG comes first, and {arguments.config} is not the path of a YAML file")
-    if arguments.world_size is not None and not arguments.check:
-        parser.error("--world-size belongs to --check; a run has as many ranks as torchrun starts")
+    if arguments.check and arguments.plan:
+        parser.error("--check and --plan both answer and end; use one of them")
+    if arguments.world_size is not None and not (arguments.check or arguments.plan):
+        parser.error("--world-size belongs to --check and --plan; a run has as many ranks as torchrun starts")
     return arguments
 
 
 def _world_size(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int | None:
-    """Ranks of the job; None when `--check` was not told. Without a launcher a run has one rank."""
+    """Ranks of the job; None when `--check` or `--plan` was not told. Without a launcher a run has one rank."""
     if arguments.world_size is not None:
         size, name = arguments.world_size, "--world-size"
     elif "WORLD_SIZE" in environ:
         text, name = environ["WORLD_SIZE"], "the environment variable WORLD_SIZE"
         size = int(text) if text.isdecimal() else 0
     else:
-        return None if arguments.check else 1
+        return None if arguments.check or arguments.plan else 1
     if size < 1:
         raise UsageError(f"{name} is not a number of ranks, 1 or more")
     return size

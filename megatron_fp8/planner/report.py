@@ -140,11 +140,13 @@ def _notes(plan: Plan) -> Iterator[str]:
         assert spent.gpu_hours is not None
         of_fp8 = "" if spent.share_of_fp8_peak is None else f", {in_percent(spent.share_of_fp8_peak)} of the FP8 peak"
         yield (
-            f"{budget}: {in_days(spent.days)}, {spent.gpu_hours:,.0f} GPU-hours at an MFU of {in_percent(spent.mfu)}, "
-            f"an assumption: {spent.tflops_per_gpu:,.0f} model TFLOP/s per GPU, "
-            f"{spent.tokens_per_second:,.0f} tokens/s in all"
+            f"{budget}: {in_days(spent.days)}, {spent.gpu_hours:,.0f} GPU-hours, at an assumed MFU of "
+            f"{in_percent(spent.mfu)}"
         )
-        yield f"  MFU is of the dense BF16 peak, {plan.gpu.peaks_tflops['bf16']:,.0f} TFLOP/s{of_fp8}"
+        yield (
+            f"  that is {spent.tflops_per_gpu:,.0f} model TFLOP/s per GPU of {plan.gpu.peaks_tflops['bf16']:,.0f} at "
+            f"most in dense BF16{of_fp8}; {spent.tokens_per_second:,.0f} tokens/s in all"
+        )
     if plan.fp8 is not None:
         yield from _fp8_note(plan)
 

@@ -215,7 +215,11 @@ def command(config: Config, runs: Path, *arguments: str) -> Command:
     path = runs / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     return parse_command_line(
-        [str(path), *arguments], {}, lambda config: DataReport(vocab_size=VOCAB_SIZE, problems=()), choose_start
+        [str(path), *arguments],
+        {},
+        lambda config: DataReport(vocab_size=VOCAB_SIZE, problems=()),
+        choose_start,
+        lambda loaded, world_size: "",
     )
 
 

@@ -18,9 +18,10 @@ from megatron_fp8.checkpoint.start import choose_start
 from megatron_fp8.config.check import DataReport
 from megatron_fp8.config.cli import Command, parse_command_line
 from megatron_fp8.config.fields import config_fields
-from megatron_fp8.config.load import load_config
+from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.problem import Problem
 from megatron_fp8.config.schema import Config
+from megatron_fp8.planner.resolve import describe_plan
 
 
 def good_data(_: Config) -> DataReport:
@@ -35,9 +36,14 @@ def bad_data(config: Config) -> DataReport:
     )
 
 
+def plan(loaded: LoadedConfig, world_size: int | None) -> str:
+    """The config's real plan, of the vocabulary above."""
+    return describe_plan(loaded, world_size, good_data)
+
+
 def parse(*arguments: object, environ: Mapping[str, str] | None = None) -> Command:
     """The command of a correct line."""
-    return parse_command_line([str(argument) for argument in arguments], environ or {}, good_data, choose_start)
+    return parse_command_line([str(argument) for argument in arguments], environ or {}, good_data, choose_start, plan)
 
 
 def exit_code(*arguments: object, environ: Mapping[str, str] | None = None) -> int | str | None:
@@ -73,7 +79,8 @@ def test_a_correct_line_gives_config_origins_and_vocabulary(path: Path, capfd: p
         (["CONFIG", "--num-layers", "4"], {}, "use model.num_layers=VALUE without dashes"),
         (["CONFIG", "--frobnicate"], {}, "unknown option --frobnicate"),
         (["CONFIG", "--chec"], {}, "unknown option --chec"),
-        (["CONFIG", "--world-size", "4"], {}, "belongs to --check"),
+        (["CONFIG", "--world-size", "4"], {}, "belongs to --check and --plan"),
+        (["CONFIG", "--check", "--plan"], {}, "use one of them"),
         (["CONFIG", "--check", "--world-size", "0"], {}, "not a number of ranks"),
         (["CONFIG", "--check", "--world-size", "four"], {}, "invalid int value"),
         (["CONFIG"], {"WORLD_SIZE": "many"}, "WORLD_SIZE"),
@@ -98,12 +105,24 @@ def test_a_mistake_ends_with_code_2_and_a_message_on_standard_error(
 def test_data_config_and_run_directory_are_reported_together(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (path.parent / "runs" / "small").mkdir(parents=True)
     with pytest.raises(SystemExit):
-        parse_command_line([str(path), "optimizer.min_lr=1"], {}, bad_data, choose_start)
+        parse_command_line([str(path), "optimizer.min_lr=1"], {}, bad_data, choose_start, plan)
     error = capfd.readouterr().err
     assert "3 mistakes" in error
     assert f"data.train_data_path = [data/train]  ({path}:17)" in error
     assert "optimizer.min_lr = 1.0  (command line)" in error
     assert f"run.name = small  ({path}:2)" in error
+
+
+def test_plan_says_what_the_run_takes_without_its_files(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(path, "--plan", "--world-size", "4", "parallel.tensor_model_parallel_size=2") == 0
+    output = capfd.readouterr()
+    assert "TP 2 x PP 1 x DP 2" in output.out
+    for word in ("whole model", "gradients", "MiB", "MFLOP", "GPU-hours", "DP reduce-scatter"):
+        assert word in output.out
+    assert output.err == ""
+    assert not (path.parent / "runs").exists()
+    assert exit_code(path, "--plan", "--world-size", "7", "model.ffn_hidden_size=1001") == 2
+    assert "training.global_batch_size" in capfd.readouterr().err
 
 
 def test_an_existing_run_is_accepted_under_a_new_name(path: Path) -> None:
@@ -174,16 +193,19 @@ def test_one_rank_speaks_and_all_end(
 
 PROGRAM = """
 import sys, time
+from functools import partial
 from megatron_fp8.config.cli import parse_command_line
 from megatron_fp8.checkpoint.start import choose_start
 from megatron_fp8.config.load import process_environment
 from megatron_fp8.config.check import DataReport
+from megatron_fp8.planner.resolve import describe_plan
 if "real" in sys.argv[1]:
     from megatron_fp8.data.check import check_data
 else:
     check_data = lambda config: DataReport(1000, ())
 try:
-    parse_command_line(sys.argv[2:], process_environment(), check_data, choose_start)
+    plan = partial(describe_plan, check_data=check_data)
+    parse_command_line(sys.argv[2:], process_environment(), check_data, choose_start, plan)
 finally:
     heavy = {"torch", "transformer_engine", "megatron", "transformer_engine_torch"} & set(sys.modules)
     print("HEAVY", sorted(heavy), "SECONDS", time.process_time())
@@ -204,7 +226,10 @@ def run_program(directory: Path, *arguments: object) -> subprocess.CompletedProc
     )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["CONFIG", "--check"], ["CONFIG", "--print-config"], ["CONFIG"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["CONFIG", "--check"], ["CONFIG", "--plan"], ["CONFIG", "--print-config"], ["CONFIG"]],
+)
 @pytest.mark.parametrize("data", ["stub", "real"])
 def test_nothing_heavy_is_imported(path: Path, data: str, arguments: list[str]) -> None:
     arguments = [str(path) if argument == "CONFIG" else argument for argument in arguments]

@@ -75,7 +75,9 @@ def test_the_schedule_is_checked_with_the_derived_length(tmp_path: Path) -> None
 def command_of(path: Path, *overrides: str, epoch_samples: int) -> Command:
     """What the command line makes of a config without a start to go on from."""
     report = DataReport(VOCAB_SIZE, (), epoch_samples, ("train: 1 file",))
-    return parse_command_line([str(path), *overrides], {}, lambda config: report, lambda config, resume: Start())
+    return parse_command_line(
+        [str(path), *overrides], {}, lambda config: report, lambda config, resume: Start(), lambda loaded, size: ""
+    )
 
 
 def test_everything_after_the_check_sees_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
