@@ -34,8 +34,8 @@ def compiled_helpers() -> ModuleType:
                 return _load(path)
     raise HelpersError(
         f"megatron-core has no compiled {NAME} for Python {platform.python_version()} on {platform.machine()}. Install "
-        "a wheel of megatron-core for this platform, or compile it where megatron-core is installed, with pybind11 and a "
-        "C++ compiler"
+        "a wheel of megatron-core for this platform, or compile it where megatron-core is installed, with pybind11 and "
+        "a C++ compiler"
     )
 
 
