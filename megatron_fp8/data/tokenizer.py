@@ -5,18 +5,21 @@ Imports no torch, knows nothing of files of tokens.
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fp8.config.schema import DataConfig
 from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, TYPE, Backend, TokenizerError
 from megatron_fp8.data.vocab.byte_level import ByteLevel
 from megatron_fp8.data.vocab.hugging_face import HuggingFace, train_byte_level_bpe
-from megatron_fp8.data.vocab.sentence_piece import SentencePiece
-from megatron_fp8.data.vocab.tiktoken_ranks import TiktokenRanks, looks_like_ranks
+
+if TYPE_CHECKING:
+    from megatron_fp8.config.schema import DataConfig
 
 __all__ = ["END_OF_DOCUMENT", "TOKENIZER_TYPES", "Tokenizer", "TokenizerError", "train_bpe"]
 
@@ -74,8 +77,13 @@ class Tokenizer:
         if kind == HUGGING_FACE:
             backend = HuggingFace(file, eod_token)
         elif kind == SENTENCE_PIECE:
+            # Imported where they are wanted: every encoding process would load the libraries of all kinds.
+            from megatron_fp8.data.vocab.sentence_piece import SentencePiece
+
             backend = SentencePiece(file, eod_token)
         else:
+            from megatron_fp8.data.vocab.tiktoken_ranks import TiktokenRanks
+
             backend = TiktokenRanks(file, eod_token, tiktoken_pattern)
         return cls(backend, kind, str(file))
 
@@ -121,7 +129,16 @@ def _kind_of(file: Path) -> str:
     # The first field of a SentencePiece model, a message in protobuf: a piece.
     if start[:1] == b"\n" and file.suffix != ".json":
         return SENTENCE_PIECE
-    return TIKTOKEN if looks_like_ranks(start) else HUGGING_FACE
+    return TIKTOKEN if _looks_like_ranks(start) else HUGGING_FACE
+
+
+def _looks_like_ranks(start: bytes) -> bool:
+    """Whether the first line is a token in base64 and a number."""
+    parts = start.partition(b"\n")[0].split()
+    try:
+        return len(parts) == 2 and parts[1].isdigit() and bool(base64.b64decode(parts[0], validate=True))
+    except binascii.Error:
+        return False
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer:

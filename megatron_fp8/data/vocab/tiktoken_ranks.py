@@ -8,7 +8,6 @@ Megatron Core's `tiktoken_tokenizer`.
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -76,15 +75,6 @@ class TiktokenRanks:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are no UTF-8 show as replacement characters. Raises KeyError for no id."""
         return self._encoding.decode([int(token) for token in ids])
-
-
-def looks_like_ranks(start: bytes) -> bool:
-    """Whether a file that starts with `start` can be one of ranks."""
-    parts = start.partition(b"\n")[0].split()
-    try:
-        return len(parts) == 2 and parts[1].isdigit() and bool(base64.b64decode(parts[0], validate=True))
-    except binascii.Error:
-        return False
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
