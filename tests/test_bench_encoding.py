@@ -19,7 +19,7 @@ def test_both_subjects_encode_the_text(tmp_path: Path, monkeypatch: pytest.Monke
     assert rates.num_documents == 3
     assert rates.text_bytes == sum(map(len, texts)) - 2
     for seconds in (rates.by_clock, rates.by_cpu):
-        assert all(len(values) == 1 and values[0] > 0.05 for values in seconds.values())
+        assert all(len(values) == 1 and values[0] != 0 for values in seconds.values())
     tokenizer = Tokenizer.load(tmp_path / "own.json")
     paragraphs = [part for text in texts for part in text.split("\n\n")]
     assert read_index(tmp_path / "out_text_document").lengths_tokens.tolist() == [
