@@ -1,0 +1,118 @@
+"""Owns how a series of any length is kept in little memory, and what of it is shown.
+
+Points are thinned in buckets of 2^k iterations, aligned at 0. Wider buckets are whole numbers of narrower ones, so
+thinning again what was thinned before gives what thinning all points at once would. Must not know what is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+class Keep(Enum):
+    """Which points of a bucket stay."""
+
+    EXTREMES = "smallest and largest"
+    SMALLEST = "smallest"
+    LARGEST = "largest"
+
+
+class Curve:
+    """A series by iteration, at most about `2 * buckets` points of which are kept; no point is invented.
+
+    A bucket keeps its smallest and largest value (or one of them, see `Keep`) and one value that is not finite, if
+    there is one. `mean`, `last`, `smallest` and `largest` are of the finite values, thinned or not; None without any.
+    """
+
+    def __init__(self, buckets: int = 500, keep: Keep = Keep.EXTREMES) -> None:
+        self.width = 1
+        self.count = 0
+        self.not_finite = 0
+        self.last: float | None = None
+        self._buckets = buckets
+        self._keep = keep
+        self._sum = 0.0
+        # Half of it new each time, so that a value is looked at a few times however many there are.
+        self._limit = 4 * buckets
+        self._iterations = array("d")
+        self._values = array("d")
+
+    def add(self, iteration: float, value: float) -> None:
+        """Take one more value, of a later iteration than those before."""
+        self.count += 1
+        self._iterations.append(iteration)
+        self._values.append(value)
+        if math.isfinite(value):
+            self._sum += value
+            self.last = value
+        else:
+            self.not_finite += 1
+        if len(self._values) >= self._limit:
+            self._thin(self._buckets)
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of the finite values."""
+        finite = self.count - self.not_finite
+        return self._sum / finite if finite else None
+
+    @property
+    def smallest(self) -> float | None:
+        """Smallest finite value; exact where `Keep` keeps it."""
+        return min(filter(math.isfinite, self._values), default=None)
+
+    @property
+    def largest(self) -> float | None:
+        """Largest finite value; exact where `Keep` keeps it."""
+        return max(filter(math.isfinite, self._values), default=None)
+
+    def points(self) -> tuple[Floats, Floats]:
+        """Iterations and values, FP64, as many of each; all of them where they are few."""
+        if len(self._values) > 2 * self._buckets:
+            self._thin(self._buckets)
+        return np.array(self._iterations), np.array(self._values)
+
+    def columns(self, width: int) -> tuple[Floats, Floats]:
+        """Bucket numbers and the value kept of each, for a `width` (a power of 2) of at least `self.width`."""
+        iterations, values = np.array(self._iterations), np.array(self._values)
+        iterations, values = thin(iterations, values, width, self._keep)
+        numbers = np.floor_divide(iterations, width)
+        # A value that is not finite comes with the bucket's finite one, and says more.
+        order = np.lexsort((~np.isfinite(values), numbers))
+        newest = np.append(np.diff(numbers[order]) > 0, True)
+        return numbers[order][newest], values[order][newest]
+
+    def _thin(self, buckets: int) -> None:
+        self.width = max(self.width, bucket_width(self._iterations[0], self._iterations[-1], buckets))
+        iterations, values = thin(np.array(self._iterations), np.array(self._values), self.width, self._keep)
+        self._iterations, self._values = array("d", iterations), array("d", values)
+
+
+def bucket_width(first: float, last: float, buckets: int) -> int:
+    """The smallest power of 2 such that at most about `buckets` buckets cover the iterations `first` to `last`."""
+    return int(2 ** max(0, math.ceil(math.log2(max(1.0, (last - first + 1) / buckets)))))
+
+
+def thin(iterations: Floats, values: Floats, width: int, keep: Keep) -> tuple[Floats, Floats]:
+    """What `keep` says of each bucket of `width` iterations, and one not finite value of each, in their order."""
+    buckets = np.floor_divide(iterations, width)
+    finite = np.isfinite(values)
+    stays = np.zeros(len(values), dtype=bool)
+    for group, ends in ((finite, keep), (~finite, Keep.SMALLEST)):
+        places = np.flatnonzero(group)
+        if not len(places):
+            continue
+        order = places[np.lexsort((values[places], buckets[places]))]
+        changes = np.diff(buckets[order]) > 0
+        if ends is not Keep.LARGEST:
+            stays[order[np.insert(changes, 0, True)]] = True
+        if ends is not Keep.SMALLEST:
+            stays[order[np.append(changes, True)]] = True
+    return iterations[stays], values[stays]

@@ -1,0 +1,191 @@
+"""Owns the reading of a run directory, in one pass and in memory that does not grow with the run's length.
+
+Runs that go on, were killed or are of another version are read as far as they can be. Must not know how a run is shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_fp8.report.html.curves import Curve, Keep
+from megatron_fp8.report.record import METRICS
+
+Record = dict[str, Any]
+
+CONFIG = "config.yaml"
+_SERIES_EVENTS = frozenset({"train", "validation"})
+_FP8_EVENTS = frozenset({"fp8", "fp8-check"})
+_NOT_A_SERIES = frozenset({"event", "iteration", "time"})
+# Of the numbers of an interval of the record that become one cell, the one to look at.
+_SMALLEST_IS_WORST = frozenset({"scale", "head-room-bits", "sqnr-db"})
+_HEAT_BUCKETS = 64
+_FIRST_EVENTS, _LAST_EVENTS = 50, 250
+
+
+class RunError(Exception):
+    """What was named is not a run; the text says why and what to use instead."""
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """Where a number of FP8 health belongs: quantity, tensor (`module/operand`) and number of the layer."""
+
+    quantity: str
+    tensor: str
+    layer: int
+
+
+@dataclass
+class Run:
+    """What a run directory says. `config`: values by `section.key`; `end`: its last record if that is an `end`."""
+
+    name: str
+    directory: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    curves: dict[str, Curve] = field(default_factory=dict)
+    heat: dict[Cell, Curve] = field(default_factory=dict)
+    start: Record = field(default_factory=dict)
+    end: Record | None = None
+    first_events: list[Record] = field(default_factory=list)
+    last_events: deque[Record] = field(default_factory=lambda: deque(maxlen=_LAST_EVENTS))
+    num_events: int = 0
+    iteration: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def events(self) -> list[Record]:
+        """The events that were kept, in their order."""
+        return [*self.first_events, *self.last_events]
+
+
+def records(path: Path) -> Iterator[Record | None]:
+    """Each record of a `metrics.jsonl`; None for a line that is none.
+
+    What follows the last end of a line is not read: a run that goes on is writing it. Raises RunError for a file that
+    is not there or cannot be read.
+    """
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.endswith("\n"):
+                    yield _record(line)
+    except FileNotFoundError:
+        raise RunError(f"{path} does not exist; name a run directory, as in runs/quickstart") from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+
+
+def _record(line: str) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("event"), str) else None
+
+
+def read_run(directory: Path, name: str | None = None) -> Run:
+    """Read `metrics.jsonl` and `config.yaml` of a run directory; raises RunError where there is no record."""
+    run = Run(name or directory.resolve().name, directory)
+    unreadable = 0
+    for record in records(directory / METRICS):
+        if record is None:
+            unreadable += 1
+        else:
+            _take(run, record)
+    if unreadable:
+        run.notes.append(f"{unreadable:,} lines of {METRICS} are no records and were left out.")
+    if not run.num_events and not run.curves and not run.heat:
+        raise RunError(f"{directory / METRICS} holds no record of a run; wait until the run has started")
+    try:
+        run.config = read_config(directory)
+        run.config_text = (directory / CONFIG).read_text(encoding="utf-8", errors="replace")
+    except RunError as error:
+        run.notes.append(f"{error}.")
+    return run
+
+
+def _take(run: Run, record: Record) -> None:
+    event = record["event"]
+    iteration = number(record.get("iteration"))
+    if iteration is not None:
+        run.iteration = max(run.iteration, int(iteration))
+    run.end = record if event == "end" else None
+    if iteration is not None and event in _SERIES_EVENTS:
+        _take_series(run, record, iteration)
+    elif iteration is not None and event in _FP8_EVENTS:
+        _take_heat(run, record, iteration)
+    elif event not in _FP8_EVENTS:
+        if event == "start":
+            run.start = record
+        run.num_events += 1
+        kept = run.first_events if len(run.first_events) < _FIRST_EVENTS else run.last_events
+        kept.append(record)
+
+
+def _take_series(run: Run, record: Record, iteration: float) -> None:
+    for name, value in record.items():
+        if name in _NOT_A_SERIES:
+            continue
+        if type(value) is not float:
+            value = number(value)
+            if value is None:
+                continue
+        curve = run.curves.get(name)
+        if curve is None:
+            curve = run.curves[name] = Curve()
+        curve.add(iteration, value)
+
+
+def _take_heat(run: Run, record: Record, iteration: float) -> None:
+    for name, value in record.items():
+        parts = name.split("/")
+        figure = number(value)
+        # fp8/layers.3/self_attention.proj/input/amax
+        if len(parts) != 5 or parts[0] != "fp8" or not parts[1].startswith("layers.") or figure is None:
+            continue
+        layer = parts[1].removeprefix("layers.")
+        if not layer.isdecimal():
+            continue
+        cell = Cell(parts[4], f"{parts[2]}/{parts[3]}", int(layer))
+        if cell not in run.heat:
+            keep = Keep.SMALLEST if cell.quantity in _SMALLEST_IS_WORST else Keep.LARGEST
+            run.heat[cell] = Curve(_HEAT_BUCKETS, keep)
+        run.heat[cell].add(iteration, figure)
+
+
+def number(value: object) -> float | None:
+    """A number of the record, where those that JSON lacks are the texts "nan", "inf" and "-inf"; None for others."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return float(value)
+    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else None
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The config of a run by dotted keys. Raises RunError where there is none that can be read."""
+    path = directory / CONFIG
+    try:
+        return flatten(yaml.safe_load(path.read_text(encoding="utf-8", errors="replace")))
+    except FileNotFoundError:
+        raise RunError(f"{path} is missing") from None
+    except (OSError, yaml.YAMLError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+
+
+def flatten(config: object, prefix: str = "") -> dict[str, Any]:
+    """A nested config by dotted keys; lists are values."""
+    if not isinstance(config, dict) or not config:
+        return {prefix.removesuffix("."): config} if prefix else {}
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.")
+    return flat

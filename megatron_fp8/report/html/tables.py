@@ -1,0 +1,207 @@
+"""Owns the tables of a report: final numbers, shares of the time, events, environment, precision chart, config.
+
+Everything is text here, not yet escaped. Must not know how tables look.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fp8.report.console import format_record, format_seconds
+from megatron_fp8.report.html.figures import LOSS, VALIDATION, short, time_parts
+from megatron_fp8.report.html.read import Record, Run
+
+_NONE = "-"
+_YEAR_3000 = 32503680000
+_CHART = "precision chart"
+_CHART_ROW = re.compile(r"  (?P<tensor>\S.*?) {2,}(?P<size>\S+) B per (?P<per>.+?), (?P<format>.+)")
+_NOT_TEXT = ("event", "iteration", "time")
+_KNOWN_EVENTS = frozenset({"ready", "resume", "checkpoint", "fp8-fallback", "end"})
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row: its name and a cell a run; `differs`: the runs do not have the same."""
+
+    name: str
+    cells: list[str]
+
+    @property
+    def differs(self) -> bool:
+        """Whether the cells are not all the same."""
+        return len(set(self.cells)) > 1
+
+
+def state(run: Run) -> str:
+    """How far the run is, and what stopped it."""
+    total = run.config.get("training.train_iters")
+    done = f"{run.iteration:,}" + (f" of {total:,}" if isinstance(total, int) else "") + " iterations"
+    if run.end is None:
+        failed = next((event for event in reversed(run.events) if event["event"] == "failure"), None)
+        if failed is not None and run.events[-1] is failed:
+            return f"failed after {done} on record: {failed.get('kind')}: {failed.get('error')}"
+        return f"{done} on record, no end: it is going on, or was killed"
+    stopped = run.end.get("stopped")
+    return f"finished {done}" if stopped is None else f"stopped after {done} because of {stopped}"
+
+
+def numbers(runs: Sequence[Run]) -> list[Row]:
+    """Final numbers, with units; rows that no run has are left out."""
+    rows = [Row("State", [state(run) for run in runs])]
+    names = dict.fromkeys(name for run in runs for name in run.curves)
+    sets = [name for name in names if name.startswith(f"{VALIDATION}/")]
+    rows.append(Row("Last training loss, nats per token", [_last(run, LOSS) for run in runs]))
+    for name in [VALIDATION, *(sets if len(sets) > 1 else [])]:
+        label = "Validation loss" + name.removeprefix(VALIDATION).replace("/", ", ")
+        rows.append(Row(f"{label}, last (best), nats per token", [_last_and_best(run, name) for run in runs]))
+    rows += [
+        Row("Validation perplexity per token", [_last(run, f"{VALIDATION} ppl") for run in runs]),
+        Row("Tokens seen", [_last(run, "consumed-tokens", "{:,.0f}") for run in runs]),
+        Row("Throughput, mean, tokens/s", [_mean(run, "tokens-per-second") for run in runs]),
+        Row("Time per step, mean, s", [_mean(run, "iteration-time") for run in runs]),
+        Row("Waiting for data, mean share of the time", [_mean(run, "data-wait-share", "{:.2%}") for run in runs]),
+        Row("Peak memory, GB (1e9 bytes)", [_largest(run, "peak-memory-bytes", 1e-9) for run in runs]),
+        Row("Skipped steps", [_last(run, "skipped-iterations", "{:,.0f}") for run in runs]),
+        Row("Time in all, last start", [_seconds(run) for run in runs]),
+    ]
+    return [row for row in rows if any(cell != _NONE for cell in row.cells)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the time of a step: mean seconds, and their share of the whole."""
+
+    name: str
+    seconds: float
+    share: float
+
+
+def time_split(run: Run) -> list[Part]:
+    """Parts of a mean step, the rest last; empty where the record has no parts."""
+    total = run.curves.get("iteration-time")
+    if total is None or not total.mean:
+        return []
+    whole = total.mean
+    seconds = {name: run.curves[name].mean or 0.0 for name in time_parts(run.curves)}
+    waits = run.curves.get("data-wait-share")
+    if not seconds and waits is not None and waits.mean is not None:
+        seconds = {"waiting for data": waits.mean * whole}
+    if not seconds:
+        return []
+    rest = whole - sum(seconds.values())
+    parts = [Part(name, value, value / whole) for name, value in seconds.items()]
+    return [*parts, Part("everything else", rest, rest / whole)] if rest > 0 else parts
+
+
+def _last(run: Run, name: str, form: str = "") -> str:
+    curve = run.curves.get(name)
+    return _text(None if curve is None else curve.last, form)
+
+
+def _mean(run: Run, name: str, form: str = "") -> str:
+    curve = run.curves.get(name)
+    return _text(None if curve is None else curve.mean, form)
+
+
+def _largest(run: Run, name: str, scale: float) -> str:
+    curve = run.curves.get(name)
+    return _text(None if curve is None or curve.largest is None else curve.largest * scale)
+
+
+def _last_and_best(run: Run, name: str) -> str:
+    curve = run.curves.get(name)
+    if curve is None or curve.last is None or curve.smallest is None:
+        return _NONE
+    return f"{curve.last:.4f} ({curve.smallest:.4f})"
+
+
+def _text(value: float | None, form: str = "") -> str:
+    if value is None:
+        return _NONE
+    return form.format(value) if form else short(value)
+
+
+def _seconds(run: Run) -> str:
+    seconds = run.end.get("seconds") if run.end is not None else None
+    return format_seconds(seconds) if isinstance(seconds, int | float) else _NONE
+
+
+def environment(runs: Sequence[Run]) -> list[Row]:
+    """What the run says of itself when it starts, the chart left out."""
+    keys = dict.fromkeys(key for run in runs for key in run.start if key not in (*_NOT_TEXT, _CHART))
+    return [Row(key, [str(run.start.get(key, _NONE)) for run in runs]) for key in keys]
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event as texts; `iteration` and `time` (UTC) are empty where the record has none."""
+
+    iteration: str
+    time: str
+    kind: str
+    text: str
+
+
+def events(run: Run) -> list[Event]:
+    """The events in the order of the record."""
+    return [
+        Event(str(event.get("iteration", "")), _utc(event.get("time")), event["event"], _event_text(event))
+        for event in run.events
+    ]
+
+
+def _utc(seconds: object) -> str:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < _YEAR_3000:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+
+
+def events_left_out(run: Run) -> int:
+    """How many events between the first and the last ones are not listed."""
+    return run.num_events - len(run.events)
+
+
+def _event_text(event: Record) -> str:
+    if event["event"] == "start":
+        return str(event.get("device", ""))
+    plain = " | ".join(f"{key} {value}" for key, value in event.items() if key not in _NOT_TEXT)
+    if event["event"] not in _KNOWN_EVENTS:
+        return plain
+    try:
+        return format_record(event, int(event.get("iteration") or 0))
+    except (KeyError, TypeError, ValueError):
+        # Of another version, with other keys.
+        return plain
+
+
+def chart(run: Run) -> tuple[list[tuple[str, list[dict[str, str]]]], str]:
+    """The precision chart's sections with their rows, and "", or nothing and its text where that has another form."""
+    text = str(run.start.get(_CHART, "")).strip("\n")
+    sections: list[tuple[str, list[dict[str, str]]]] = []
+    for line in text.splitlines():
+        row = _CHART_ROW.fullmatch(line)
+        if row is None and not line.startswith(" "):
+            sections.append((line, []))
+        elif row is not None and sections:
+            sections[-1][1].append(row.groupdict())
+        else:
+            return [], text
+    return sections, ""
+
+
+def config(runs: Sequence[Run]) -> list[Row]:
+    """Every config key and its values."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    return [Row(key, [_config_value(run.config, key) for run in runs]) for key in keys]
+
+
+def _config_value(values: dict[str, Any], key: str) -> str:
+    if key not in values:
+        return _NONE
+    value = values[key]
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

@@ -1,0 +1,223 @@
+"""Says at which step two runs first differ, and in what: series by series, and which config keys differ.
+
+Exit code 0: every step that is compared is equal, and both runs have the same steps; 1: they differ; 2: wrong input.
+Config keys are told and do not count, since runs of two configs are often meant to have equal numbers. Numbers that
+measure time, speed or memory are left out unless --all is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_fp8.report.html.read import RunError, read_config, records
+from megatron_fp8.report.record import METRICS
+
+# What happens at a step. The others say when a job started, waited or saved.
+EVENTS = ("train", "validation", "fp8", "fp8-check", "fp8-fallback")
+TIME_LIKE = re.compile(
+    r".*(seconds|(^|-)time([-/ ]|$)|per-second|data-wait|throughput|tflop|mfu|memory|bubble|straggler).*", re.IGNORECASE
+)
+_MOST_SERIES_SHOWN = 40
+
+Step = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Numbers are equal if |a - b| <= atol + rtol * |b|; both 0: only if they are the same number, NaN like NaN."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+    def equal(self, a: object, b: object) -> bool:
+        """Whether two values of the record count as equal."""
+        if not (_is_number(a) and _is_number(b)):
+            return a == b and type(a) is type(b)
+        if a == b:
+            return True
+        return abs(a - b) <= self.atol + self.rtol * abs(b)  # type: ignore[operator]
+
+
+@dataclass
+class Difference:
+    """How a series differs: where first, in what, how often, and the largest distance of numbers."""
+
+    iteration: int
+    a: object
+    b: object
+    count: int = 0
+    largest: float = 0.0
+
+
+@dataclass
+class Comparison:
+    """What was found; `only`: steps that one run alone has, first and number, by run."""
+
+    series: dict[str, Difference] = field(default_factory=dict)
+    num_series: set[str] = field(default_factory=set)
+    left_out: set[str] = field(default_factory=set)
+    num_steps: int = 0
+    only: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.series and not self.only
+
+
+def steps(path: Path) -> Iterator[tuple[int, Step]]:
+    """Iteration and values by series of each step on record, in order. Raises RunError for what is no record."""
+    found = False
+    newest = -1
+    for iteration, group in itertools.groupby(_of_steps(path), key=lambda record: record["iteration"]):
+        if iteration <= newest:
+            raise RunError(f"{path} goes from iteration {newest} back to {iteration}; it is not the record of one run")
+        found, newest = True, iteration
+        step: Step = {}
+        for record in group:
+            layer = f" of layer {record['layer']}" if record["event"] == "fp8-fallback" else ""
+            for name, value in record.items():
+                if name not in ("event", "iteration", "time"):
+                    step[f"{record['event']}: {name}{layer}"] = value
+        yield iteration, step
+    if not found:
+        raise RunError(f"{path} has no step on record; wait for logging.log_interval steps")
+
+
+def _of_steps(path: Path) -> Iterator[dict[str, Any]]:
+    for number, record in enumerate(records(path), start=1):
+        if record is None:
+            raise RunError(f"{path}, line {number} is not a record of a run")
+        if record["event"] in EVENTS:
+            if not isinstance(record.get("iteration"), int):
+                raise RunError(f"{path}, line {number} has no iteration")
+            yield record
+
+
+def compare(a: Path, b: Path, tolerance: Tolerance, everything: bool, ignore: re.Pattern[str] | None) -> Comparison:
+    """Compare two `metrics.jsonl`, step by step, in memory that does not grow with their length."""
+    result = Comparison()
+    left, right = steps(a), steps(b)
+    step_a, step_b = next(left, None), next(right, None)
+    while step_a is not None or step_b is not None:
+        if step_b is None or (step_a is not None and step_a[0] < step_b[0]):
+            assert step_a is not None
+            _only(result, "A", step_a[0])
+            step_a = next(left, None)
+        elif step_a is None or step_b[0] < step_a[0]:
+            _only(result, "B", step_b[0])
+            step_b = next(right, None)
+        else:
+            _compare_step(result, step_a[0], step_a[1], step_b[1], tolerance, everything, ignore)
+            step_a, step_b = next(left, None), next(right, None)
+    return result
+
+
+def _only(result: Comparison, run: str, iteration: int) -> None:
+    first, count = result.only.get(run, (iteration, 0))
+    result.only[run] = (first, count + 1)
+
+
+def _compare_step(
+    result: Comparison,
+    iteration: int,
+    a: Step,
+    b: Step,
+    tolerance: Tolerance,
+    everything: bool,
+    ignore: re.Pattern[str] | None,
+) -> None:
+    result.num_steps += 1
+    for name in dict.fromkeys([*a, *b]):
+        if (not everything and TIME_LIKE.fullmatch(name)) or (ignore is not None and ignore.search(name)):
+            result.left_out.add(name)
+            continue
+        result.num_series.add(name)
+        value_a, value_b = a.get(name, "not on record"), b.get(name, "not on record")
+        if tolerance.equal(value_a, value_b):
+            continue
+        difference = result.series.setdefault(name, Difference(iteration, value_a, value_b))
+        difference.count += 1
+        if _is_number(value_a) and _is_number(value_b):
+            difference.largest = max(difference.largest, abs(value_a - value_b))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def describe(result: Comparison, config_a: dict[str, Any], config_b: dict[str, Any]) -> Iterator[str]:
+    """The answer, line by line, first things first."""
+    if result.equal:
+        yield f"equal: {result.num_steps:,} steps on record, {len(result.num_series):,} series"
+    else:
+        firsts = [d.iteration for d in result.series.values()] + [first for first, _ in result.only.values()]
+        yield f"different from iteration {min(firsts):,} on ({result.num_steps:,} steps are on record in both runs)"
+    for run, (first, count) in sorted(result.only.items()):
+        yield f"steps that only {run} has on record: {count:,}, the first is iteration {first:,}"
+    ordered = sorted(result.series.items(), key=lambda item: item[1].iteration)
+    for name, found in ordered[:_MOST_SERIES_SHOWN]:
+        yield (
+            f"  {name}: first at iteration {found.iteration:,}: {_show(found.a)} and {_show(found.b)};"
+            f" differs in {found.count:,} steps, at most by {found.largest:.3g}"
+        )
+    if len(ordered) > _MOST_SERIES_SHOWN:
+        yield f"  and {len(ordered) - _MOST_SERIES_SHOWN:,} series more"
+    if result.left_out:
+        yield "left out (time, speed, memory or --ignore): " + ", ".join(sorted(result.left_out))
+    missing = object()
+    keys = [
+        key for key in dict.fromkeys([*config_a, *config_b]) if config_a.get(key, missing) != config_b.get(key, missing)
+    ]
+    yield f"config keys that differ: {len(keys)}"
+    for key in keys:
+        yield f"  {key}: {_show(config_a.get(key, 'not there'))} and {_show(config_b.get(key, 'not there'))}"
+
+
+def _show(value: object) -> str:
+    # Numbers with all their digits: the last one may be what differs.
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """See above for the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("a", type=Path, metavar="A", help="run directory")
+    parser.add_argument("b", type=Path, metavar="B", help="run directory, or the reference of --rtol")
+    parser.add_argument("--rtol", type=float, default=0.0, help="equal if |a - b| <= ATOL + RTOL * |b| (default: 0)")
+    parser.add_argument("--atol", type=float, default=0.0, help="see --rtol; both 0: bit for bit")
+    parser.add_argument("--all", action="store_true", help="compare time, speed and memory too")
+    parser.add_argument("--ignore", metavar="REGEX", help="leave out the series whose names contain this, as in ^fp8")
+    settings = parser.parse_args(arguments)
+    for name in ("rtol", "atol"):
+        value = getattr(settings, name)
+        if not 0 <= value < math.inf:
+            parser.error(f"--{name} {value} is no tolerance; use a number from 0 on, as in 1e-5")
+    try:
+        ignore = re.compile(settings.ignore) if settings.ignore else None
+    except re.error as error:
+        parser.error(f"--ignore {settings.ignore} is not a regular expression: {error}")
+    try:
+        tolerance = Tolerance(settings.rtol, settings.atol)
+        result = compare(settings.a / METRICS, settings.b / METRICS, tolerance, settings.all, ignore)
+        config_a, config_b = read_config(settings.a), read_config(settings.b)
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"A {settings.a}\nB {settings.b}")
+    for line in describe(result, config_a, config_b):
+        print(line)
+    return 0 if result.equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
