@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megatron_fp8.config.layout import Layout, position_parameters
 from megatron_fp8.config.schema import Config
 from megatron_fp8.planner.activations import run_formats, without_fp8
+from megatron_fp8.planner.memory import PER_TENSOR
 from megatron_fp8.planner.parameters import RankParameters, rank_parameters
 from megatron_fp8.planner.stages import Chunk, stage_chunks
 from megatron_fp8.precision.chart.collectives import collective_rows
@@ -113,6 +114,11 @@ def _beside_the_chart(
         # Position embeddings see whole sequences on every rank.
         positions = sum(chunk.has_embedding for chunk in chunks) * position_parameters(config.model)
         yield "TP all-reduce of norms' gradients", grads, float((parameters.whole - positions) * size)
+    fp8 = formats.fp8()
+    if fp8 is not None and fp8.param_gather and fp8.recipe in PER_TENSOR and layout.data_parallel_size > 1:
+        # One number for each of a layer's weights, when the masters are cast.
+        num_weights = len(layout.gemms) * sum(chunk.num_fp8_layers for chunk in chunks)
+        yield "DP all-reduce of FP8 weights' amaxes", "fp32", float(num_weights * ELEMENT_BYTES["fp32"])
     ends = sum(chunk.has_embedding or chunk.has_head for chunk in chunks)
     tied = not config.model.untie_embeddings_and_output_weights
     if tied and ends and layout.pipeline_model_parallel_size > 1:

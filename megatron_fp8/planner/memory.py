@@ -43,7 +43,7 @@ KINDS = (
     "communication",
     WORKING,
 )
-_PER_TENSOR = ("delayed", "tensorwise")
+PER_TENSOR = ("delayed", "tensorwise")
 # Rows of the chart -> (kind, of which parameters).
 _CHART_KINDS = {
     "weights": ("weights", "all"),
@@ -100,7 +100,7 @@ def _of_parameters(
     fp8 = formats.fp8()
     for row in weight_rows(config, layout, formats):
         kind, of = _CHART_KINDS[row.tensor]
-        if kind == "FP8 transposes" and fp8 is not None and fp8.recipe in _PER_TENSOR and not gpu.keeps_transposes:
+        if kind == "FP8 transposes" and fp8 is not None and fp8.recipe in PER_TENSOR and not gpu.keeps_transposes:
             continue
         yield kind, row.size * count[of]
 
@@ -118,14 +118,12 @@ def most_kept(layout: Layout, stage: int, chunks: list[KeptBytes]) -> KeptBytes:
     """What the micro-batches that are under way keep at the moment when it is most."""
     # After the warm-up the schedule repeats itself; a few groups of micro-batches show all that a thousand would.
     count = min(layout.num_microbatches, 3 * layout.pipeline_model_parallel_size)
-    alive = [0] * len(chunks)
-    most = KeptBytes(0.0, 0.0)
+    now = most = KeptBytes(0.0, 0.0)
     for step in stage_passes(layout, stage, count):
-        alive[step.chunk] += 1 if step.is_forward else -1
-        layers = sum(number * chunk.layers for number, chunk in zip(alive, chunks, strict=True))
-        logits = sum(number * chunk.logits for number, chunk in zip(alive, chunks, strict=True))
-        if layers + logits > most.total:
-            most = KeptBytes(layers, logits)
+        chunk, sign = chunks[step.chunk], 1 if step.is_forward else -1
+        now = KeptBytes(now.layers + sign * chunk.layers, now.logits + sign * chunk.logits)
+        if now.total > most.total:
+            most = now
     return most
 
 

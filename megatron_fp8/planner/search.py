@@ -131,8 +131,10 @@ def candidates(loaded: LoadedConfig, world_size: int, gpus_per_node: int) -> Ite
         per_stage = model.num_layers // pp
         chunks = [None, *(n for n in _divisors(per_stage) if 1 < n <= _MOST_CHUNKS)] if pp > 1 else [None]
         micro_batches = [2**n for n in range(_MOST_MICRO_BATCH.bit_length()) if 2**n <= samples] or [1]
+        # With one copy of the model there is nothing that a distributed optimizer could divide.
+        optimizers = (True, False) if world_size > tp * pp else (loaded.config.parallel.use_distributed_optimizer,)
         for vpp, micro, sequence, distributed in itertools.product(
-            chunks, micro_batches, (True, False) if tp > 1 else (False,), (True, False)
+            chunks, micro_batches, (True, False) if tp > 1 else (False,), optimizers
         ):
             per_chunk = per_stage // (vpp or 1)
             for recompute, layers in _recomputations(per_chunk):

@@ -74,8 +74,12 @@ def step_seconds(
         raise UnknownPeakError(gpu.why_unknown(mode))
     sizes = activation_sizes(config, layout, gpu)
     slowest: StepSeconds | None = None
+    seen: set[tuple[Chunk, ...]] = set()
     for stage, memory in enumerate(memories):
         chunks = stage_chunks(config, layout, stage)
+        if chunks in seen:  # in the middle of the pipeline one stage is like another
+            continue
+        seen.add(chunks)
         compute = _gemm_seconds(config, layout, chunks, peak * GEMM_SHARES[mode], bf16)
         rate = MEMORY_SHARE * gpu.board.memory_gb_per_s * 1e9
         compute += layout.num_microbatches * _bytes_through_memory(chunks, sizes) / rate
