@@ -27,24 +27,28 @@ TIME_LIKE = re.compile(
     r".*(seconds|(^|-)time([-/ ]|$)|per-second|data-wait|throughput|tflop|mfu|memory|bubble|straggler).*", re.IGNORECASE
 )
 _MOST_SERIES_SHOWN = 40
+_MISSING = "not on record"
 
 Step = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Numbers are equal if |a - b| <= atol + rtol * |b|; both 0: only if they are the same number, NaN like NaN."""
+    """Numbers are equal if |a - b| <= atol + rtol * |b|; both 0: bit for bit.
+
+    What is not finite is a text in the record, and equal to the same text.
+    """
 
     rtol: float = 0.0
     atol: float = 0.0
 
     def equal(self, a: object, b: object) -> bool:
         """Whether two values of the record count as equal."""
-        if not (_is_number(a) and _is_number(b)):
+        if not isinstance(a, int | float) or not isinstance(b, int | float) or bool in (type(a), type(b)):
             return a == b and type(a) is type(b)
-        if a == b:
-            return True
-        return abs(a - b) <= self.atol + self.rtol * abs(b)  # type: ignore[operator]
+        if self.rtol == self.atol == 0:
+            return float(a).hex() == float(b).hex()
+        return abs(a - b) <= self.atol + self.rtol * abs(b)
 
 
 @dataclass
@@ -142,7 +146,7 @@ def _compare_step(
             result.left_out.add(name)
             continue
         result.num_series.add(name)
-        value_a, value_b = a.get(name, "not on record"), b.get(name, "not on record")
+        value_a, value_b = a.get(name, _MISSING), b.get(name, _MISSING)
         if tolerance.equal(value_a, value_b):
             continue
         difference = result.series.setdefault(name, Difference(iteration, value_a, value_b))
@@ -164,14 +168,7 @@ def describe(result: Comparison, config_a: dict[str, Any], config_b: dict[str, A
         yield f"different from iteration {min(firsts):,} on ({result.num_steps:,} steps are on record in both runs)"
     for run, (first, count) in sorted(result.only.items()):
         yield f"steps that only {run} has on record: {count:,}, the first is iteration {first:,}"
-    ordered = sorted(result.series.items(), key=lambda item: item[1].iteration)
-    for name, found in ordered[:_MOST_SERIES_SHOWN]:
-        yield (
-            f"  {name}: first at iteration {found.iteration:,}: {_show(found.a)} and {_show(found.b)};"
-            f" differs in {found.count:,} steps, at most by {found.largest:.3g}"
-        )
-    if len(ordered) > _MOST_SERIES_SHOWN:
-        yield f"  and {len(ordered) - _MOST_SERIES_SHOWN:,} series more"
+    yield from _describe_series(result)
     if result.left_out:
         yield "left out (time, speed, memory or --ignore): " + ", ".join(sorted(result.left_out))
     missing = object()
@@ -181,6 +178,23 @@ def describe(result: Comparison, config_a: dict[str, Any], config_b: dict[str, A
     yield f"config keys that differ: {len(keys)}"
     for key in keys:
         yield f"  {key}: {_show(config_a.get(key, 'not there'))} and {_show(config_b.get(key, 'not there'))}"
+
+
+def _describe_series(result: Comparison) -> Iterator[str]:
+    ordered = sorted(result.series.items(), key=lambda item: item[1].iteration)
+    for run, missing in (("A", "b"), ("B", "a")):
+        alone = [(name, found) for name, found in ordered if getattr(found, missing) == _MISSING]
+        if alone:
+            name, found = alone[0]
+            line = f"series that only {run} has on record: {len(alone):,}"
+            yield f"{line}, the first at iteration {found.iteration:,}: {name}"
+    both = [(name, found) for name, found in ordered if _MISSING not in (found.a, found.b)]
+    for name, found in both[:_MOST_SERIES_SHOWN]:
+        line = f"  {name}: first at iteration {found.iteration:,}: {_show(found.a)} and {_show(found.b)}"
+        line += f"; differs in {found.count:,} steps"
+        yield line + (f", at most by {found.largest:.3g}" if found.largest else "")
+    if len(both) > _MOST_SERIES_SHOWN:
+        yield f"  and {len(both) - _MOST_SERIES_SHOWN:,} series more"
 
 
 def _show(value: object) -> str:
