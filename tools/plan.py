@@ -20,7 +20,7 @@ from megatron_fp8.planner.plan import make_plan
 from megatron_fp8.planner.report import WIDTH_CHARS, plan_tables
 from megatron_fp8.planner.resolve import resolve_layout, resolve_sizes
 from megatron_fp8.planner.search import GPUS_PER_NODE, search
-from megatron_fp8.planner.search_report import search_json, search_tables
+from megatron_fp8.planner.search_report import override_lines, search_json, search_tables
 from megatron_fp8.planner.speed import UnknownPeakError
 
 USAGE = "tools/plan.py CONFIG [--world-size N | --search N] [--gpu NAME] [section.key=value ...]"
@@ -89,7 +89,9 @@ def _search(loaded: LoadedConfig, vocab_size: int, settings: argparse.Namespace,
     if settings.json:
         print(json.dumps(search_json(result, loaded.config, settings.most), indent=2))
     else:
-        console.print(search_tables(result, loaded.config, settings.most))
+        console.print(search_tables(result, settings.most))
+        for line in override_lines(result, loaded.config, settings.most):
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
     return 0 if result.fitting else _NO_LAYOUT_FITS
 
 

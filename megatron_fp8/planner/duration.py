@@ -54,14 +54,15 @@ def duration(
     config: Config, layout: Layout, flops: FlopsPerToken, gpu: Gpu, num_tokens: float, mfu: float = DEFAULT_MFU
 ) -> Duration:
     """Days and GPU-hours of a training run; withheld with a reason where the GPU's peak is unknown."""
-    peak = gpu.peak_flops(MFU_FORMAT)
-    if peak is None or num_tokens == 0:
-        why = gpu.why_unknown(MFU_FORMAT) if peak is None else "the config does not say on how many tokens it trains"
+    mode, peak = config.precision.mode, gpu.peak_flops(MFU_FORMAT)
+    unknown = gpu.peak_flops(mode) is None
+    if peak is None or unknown or num_tokens == 0:
+        why = gpu.why_unknown(mode) if unknown else "the config does not say on how many tokens it trains"
         return Duration(num_tokens, mfu, None, None, None, None, None, why)
     rate = mfu * peak
     tokens_per_second = rate * layout.world_size / flops.model
     seconds = num_tokens / tokens_per_second
-    fp8_peak = gpu.peak_flops("fp8") if config.precision.mode == "fp8" else None
+    fp8_peak = gpu.peak_flops("fp8") if mode == "fp8" else None
     return Duration(
         num_tokens=num_tokens,
         mfu=mfu,

@@ -1,9 +1,9 @@
 """Owns the bytes that a rank of each pipeline stage holds when it holds most, by kind. Imports no torch.
 
 Weights, copies, masters, moments and gradients follow the precision chart; activations the stage's schedule. What is
-held only inside a kernel or for moments of a backward pass is `WORKING`; that alone is an estimate, the rest is held
-against real tensors by `tests/planner`. Memory that is no tensor of the run (CUDA context, NCCL's buffers, fragments)
-is not here; `search` leaves room for it.
+held only inside a kernel or for moments of a backward pass is `WORKING`; that alone is an estimate. `tests/planner`
+holds the rest against real tensors, and the total against a step's peak. Memory that is no tensor of the run (CUDA
+context, NCCL's buffers, fragments) is not here; `search` leaves room for it.
 """
 
 from __future__ import annotations

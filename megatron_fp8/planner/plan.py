@@ -21,7 +21,8 @@ from megatron_fp8.planner.stages import stage_chunks
 class Plan:
     """What a run takes.
 
-    `memories`, `rank_parameters` and `traffic` are by pipeline stage; `fp8` is None where nothing runs in FP8.
+    `memories`, `rank_parameters` and `traffic` are by pipeline stage. `fp8` and `bytes_in_bf16`, what the fullest rank
+    would hold in BF16, are None where nothing runs in FP8.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Plan:
     traffic: list[list[Traffic]]
     duration: Duration
     fp8: Fp8Gain | None
+    bytes_in_bf16: float | None
 
     @property
     def fullest(self) -> StageMemory:
@@ -70,6 +72,7 @@ class Plan:
             "messages_per_step": [[asdict(item) for item in stage] for stage in self.traffic],
             "duration": asdict(self.duration),
             "fp8": None if self.fp8 is None else asdict(self.fp8),
+            "memory_bytes_in_bf16": self.bytes_in_bf16,
         }
 
 
@@ -92,4 +95,11 @@ def make_plan(
         traffic=[step_traffic(config, layout, stage) for stage in stages],
         duration=duration(config, layout, flops, gpu, tokens, mfu),
         fp8=fp8_gain(layout) if config.precision.mode == "fp8" else None,
+        bytes_in_bf16=_bytes_in_bf16(config, layout, gpu) if config.precision.mode == "fp8" else None,
     )
+
+
+def _bytes_in_bf16(config: Config, layout: Layout, gpu: Gpu) -> float:
+    precision = config.precision.model_copy(update={"mode": "bf16"})
+    memories = stage_memories(config.model_copy(update={"precision": precision}), layout, gpu)
+    return max(memory.total for memory in memories)

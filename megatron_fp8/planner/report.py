@@ -10,7 +10,7 @@ from rich.text import Text
 
 from megatron_fp8.planner.memory import KINDS, StageMemory
 from megatron_fp8.planner.plan import Plan
-from megatron_fp8.planner.units import in_bytes, in_days, in_flops, in_percent, in_tokens
+from megatron_fp8.planner.units import in_bytes, in_days, in_flops, in_gpu_hours, in_percent, in_tokens
 
 WIDTH_CHARS = 120
 _MOST_STAGES = 8
@@ -140,7 +140,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         assert spent.gpu_hours is not None
         of_fp8 = "" if spent.share_of_fp8_peak is None else f", {in_percent(spent.share_of_fp8_peak)} of the FP8 peak"
         yield (
-            f"{budget}: {in_days(spent.days)}, {spent.gpu_hours:,.0f} GPU-hours, at an assumed MFU of "
+            f"{budget}: {in_days(spent.days)}, {in_gpu_hours(spent.gpu_hours)}, at an assumed MFU of "
             f"{in_percent(spent.mfu)}"
         )
         yield (
@@ -154,6 +154,7 @@ def _notes(plan: Plan) -> Iterator[str]:
 def _fp8_note(plan: Plan) -> Iterator[str]:
     gain, tokens = plan.fp8, plan.layout.tokens_per_microbatch
     assert gain is not None
+    assert plan.bytes_in_bf16 is not None
     verdict = "pays" if gain.saved_us > gain.spent_us else "does not pay"
     yield (
         f"FP8 {verdict}: estimated for an H100, a layer's GEMMs save {gain.saved_us:,.0f} us a micro-batch and its "
@@ -163,3 +164,4 @@ def _fp8_note(plan: Plan) -> Iterator[str]:
         yield "  at these widths per rank it never pays, however many tokens a micro-batch has"
     else:
         yield f"  at these widths it pays from {gain.pays_from_tokens:,} tokens a micro-batch; there are {tokens:,}"
+    yield f"  in BF16 the fullest rank would hold {in_bytes(plan.bytes_in_bf16)}, in FP8 {in_bytes(plan.fullest.total)}"

@@ -95,10 +95,15 @@ def search(
         raise UnknownPeakError(gpu.why_unknown(loaded.config.precision.mode))
     usable = gpu.memory_bytes * (1 - reserved_share)
     fitting: list[Proposal] = []
+    done: set[tuple[Any, ...]] = set()
     smallest: Proposal | None = None
     refused: dict[str, int] = {}
     num_candidates = num_valid = 0
     for values in candidates(loaded, world_size, gpus_per_node):
+        # What fits is not made slower by recomputing more.
+        others = tuple(value for key, value in values.items() if key not in (RECOMPUTE, RECOMPUTED_LAYERS))
+        if others in done:
+            continue
         num_candidates += 1
         changed = with_values(loaded, world_size, values)
         facts = Facts(changed.config, world_size, vocab_size)
@@ -116,6 +121,7 @@ def search(
         if proposal.fullest.total <= usable:
             seconds = step_seconds(changed.config, layout, gpu, proposal.memories, gpus_per_node)
             fitting.append(replace(proposal, seconds=seconds))
+            done.add(others)
     fitting.sort(key=lambda item: (item.seconds.total if item.seconds else 0.0, item.fullest.total))
     reasons = dict(sorted(refused.items(), key=lambda item: -item[1])) if not num_valid else {}
     return SearchResult(world_size, gpu, usable, num_candidates, num_valid, fitting, smallest, reasons)

@@ -16,8 +16,8 @@ from megatron_fp8.planner.units import in_bytes, in_percent
 _MOST_REASONS = 5
 
 
-def search_tables(result: SearchResult, config: Config, most: int) -> Group:
-    """The `most` fastest layouts with what to type for them; where none fits, why."""
+def search_tables(result: SearchResult, most: int) -> Group:
+    """The `most` fastest layouts; where none fits, why."""
     head = (
         f"{result.world_size} x {result.gpu.title}: {result.num_candidates:,} layouts looked at, "
         f"{result.num_valid:,} valid, {len(result.fitting):,} fit into {in_bytes(result.usable_bytes)}"
@@ -28,10 +28,15 @@ def search_tables(result: SearchResult, config: Config, most: int) -> Group:
     made = table("fastest first, by an estimate of the step's time", "", *columns, "tokens/s/GPU")
     for number, proposal in enumerate(result.fitting[:most], 1):
         made.add_row(str(number), *_cells(proposal))
-    lines = [f"{number}: {item.overrides(config)}" for number, item in enumerate(result.fitting[:most], 1)]
-    note = "The estimate ranks layouts; it is no forecast. To see one in full: the same command without --search, with"
-    note += f" --world-size {result.world_size} and its overrides:"
-    return Group(Text(head, style="bold"), made, Text(note), *(Text(line, no_wrap=True) for line in lines))
+    return Group(Text(head, style="bold"), made, Text("The estimate ranks layouts; it is no forecast."))
+
+
+def override_lines(result: SearchResult, config: Config, most: int) -> Iterator[str]:
+    """What to type for each layout of the table; to be written as it is, however wide."""
+    if result.fitting:
+        yield f"To plan or run one of them: --world-size {result.world_size} and"
+    for number, proposal in enumerate(result.fitting[:most], 1):
+        yield f"{number}: {proposal.overrides(config)}"
 
 
 def why_none(result: SearchResult) -> Iterator[str]:

@@ -30,11 +30,16 @@ def in_tokens(tokens: float) -> str:
 
 
 def in_days(days: float) -> str:
-    """Days, or hours or minutes where they are few."""
-    if days >= 2:
-        return f"{days:,.1f} days"
-    hours = 24 * days
-    return f"{hours:.1f} hours" if hours >= 2 else f"{60 * hours:.1f} minutes"
+    """Days, or the largest smaller unit of which there are two."""
+    for unit, name in ((1, "days"), (24, "hours"), (24 * 60, "minutes")):
+        if days * unit >= 2:
+            return f"{days * unit:,.1f} {name}"
+    return f"{days * 86400:.2f} seconds"
+
+
+def in_gpu_hours(hours: float) -> str:
+    """GPU-hours, with digits after the point where they are few."""
+    return f"{hours:,.0f} GPU-hours" if hours >= 10 else f"{hours:.3g} GPU-hours"
 
 
 def in_percent(share: float) -> str:

@@ -193,18 +193,18 @@ def test_one_rank_speaks_and_all_end(
 
 PROGRAM = """
 import sys, time
-from functools import partial
 from megatron_fp8.config.cli import parse_command_line
 from megatron_fp8.checkpoint.start import choose_start
 from megatron_fp8.config.load import process_environment
 from megatron_fp8.config.check import DataReport
-from megatron_fp8.planner.resolve import describe_plan
 if "real" in sys.argv[1]:
     from megatron_fp8.data.check import check_data
 else:
     check_data = lambda config: DataReport(1000, ())
+def plan(loaded, world_size):
+    from megatron_fp8.planner.resolve import describe_plan
+    return describe_plan(loaded, world_size, check_data)
 try:
-    plan = partial(describe_plan, check_data=check_data)
     parse_command_line(sys.argv[2:], process_environment(), check_data, choose_start, plan)
 finally:
     heavy = {"torch", "transformer_engine", "megatron", "transformer_engine_torch"} & set(sys.modules)

@@ -65,3 +65,18 @@ def fullest_moment(parts: Any, known: set[int]) -> tuple[int, int]:
     for hook in hooks:
         hook.remove()
     return most
+
+
+def peak_of_step(parts: Any) -> int:
+    """Most bytes that this process held for tensors during a step, by the CPU allocator's own reports."""
+    from torch.profiler import ProfilerActivity, profile
+
+    before = sum(tensors_in_python().values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return before + most

@@ -10,7 +10,7 @@ from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.planner.gpus import GPUS
 from megatron_fp8.planner.memory import WORKING, StageMemory, stage_memories
-from tests.planner.held import held_by_rank
+from tests.planner.held import held_by_rank, peak_of_step
 from tests.ranks import run_on_ranks
 from tests.small_run import VOCAB_SIZE, run_small, small_config
 
@@ -57,12 +57,14 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def config_of(model: dict[str, Any], precision: dict[str, Any], parallel: dict[str, Any]) -> Config:
+def config_of(
+    model: dict[str, Any], precision: dict[str, Any], parallel: dict[str, Any], micro_batch_size: int = 2
+) -> Config:
     return small_config(
         model=model,
         precision=precision,
         parallel=parallel,
-        training={"micro_batch_size": 2, "global_batch_size": 8},
+        training={"micro_batch_size": micro_batch_size, "global_batch_size": 8},
     )
 
 
@@ -100,3 +102,29 @@ def test_a_run_holds_what_was_planned(case: str) -> None:
         assert observed["kept"] - workspace == pytest.approx(kept(stage, config) - workspace, rel=0.05)
         assert observed["for backward"] == pytest.approx(for_backward(stage), rel=0.05)
         assert observed["at most"] - workspace == pytest.approx(at_most(stage) - workspace, rel=0.05)
+
+
+def observe_peak(config: Config) -> int:
+    return run_small(config, 1, peak_of_step).probe
+
+
+LARGER = LLAMA | {"hidden_size": 256, "ffn_hidden_size": 704, "seq_length": 256}
+
+
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [
+        (LARGER, {"mode": "fp32"}),
+        (LARGER | RECOMPUTE, {"mode": "fp32"}),
+        (LARGER | {"vocab_size": 8192}, {"mode": "fp32"}),
+        (LARGER, FP8),
+    ],
+)
+def test_the_estimate_of_working_memory_makes_up_the_peak(model: dict[str, Any], precision: dict[str, Any]) -> None:
+    """Backward passes, optimizer and all; in formats in which the stand-in casts few operands to FP32 on the way."""
+    config = config_of(model, precision, {}, micro_batch_size=4)
+    gpu = GPUS["cpu"]
+    (planned,) = stage_memories(config, derive_layout(config, 1, VOCAB_SIZE), gpu)
+    (observed,) = run_on_ranks(1, observe_peak, config)
+    workspace = gpu.gemm_workspace_bytes
+    assert observed - workspace == pytest.approx(planned.total - workspace, rel=0.05)
