@@ -113,6 +113,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (BadInputError, DataKeyError) as error:
         print(error, file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"{settings.command}: {error}", file=sys.stderr)
+        return 2
     return code
 
 
@@ -150,7 +153,10 @@ def _sample(settings: argparse.Namespace) -> int:
         if tokenizer is None and config.data.tokenizer_model is not None:
             tokenizer = Tokenizer.of(config.data)
         blend = train_blend(config.data)
-        pieces = sample_pieces(blend, config.model.seq_length, config.training.seed, settings.sample)
+        try:
+            pieces = sample_pieces(blend, config.model.seq_length, config.training.seed, settings.sample)
+        except MemoryError as error:
+            raise PlaceError(f"--sample {settings.sample}: the order up to there does not fit in memory") from error
         print(f"sample {settings.sample}, in step {settings.sample // config.training.global_batch_size + 1}:")
     elif settings.overrides:
         raise PlaceError(f"{settings.overrides[0]} changes a config, which belongs to --sample")

@@ -44,7 +44,8 @@ def make_parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--top-p", type=_number(float, 0.0, 1.0), default=1.0, metavar="P", help="of those that make up P of the chance"
     )
-    how.add_argument("--seed", type=_number(int, 0), default=1234, metavar="N", help="the same text each time")
+    seed = _number(int, 0, 2**63 - 1)
+    how.add_argument("--seed", type=seed, default=1234, metavar="N", help="the same text each time")
     model = parser.add_argument_group("model")
     model.add_argument(
         "--precision", choices=("fp32", "fp16", "bf16", "fp8"), help="number format (default: as in training)"
@@ -96,6 +97,9 @@ def _prepare(settings: argparse.Namespace, num_processes: int) -> _Job:
     if settings.prompts_file == "-" and num_processes > 1:
         raise BadInputError("--prompts-file -: of several processes only one has an input\n    use: the name of a file")
     prompts = [*settings.prompts, *_prompts_of(settings.prompts_file)] or [""]
+    broken = [number for number, prompt in enumerate(prompts, 1) if not _is_unicode(prompt)]
+    if broken:
+        raise BadInputError(f"prompt {broken[0]} is no Unicode text\n    use: text in UTF-8")
     tokens = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
     most = saved.num_positions
     long = [f"prompt {index + 1} has {len(row)} tokens" for index, row in enumerate(tokens) if len(row) >= most]
@@ -109,10 +113,20 @@ def _prompts_of(file: str | None) -> list[str]:
     if file is None:
         return []
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"{file} cannot be read: {error}\n    use: a text file, a prompt a line") from error
-    return [line for line in text.splitlines() if line.strip()]
+    # Not `splitlines`, which ends lines at characters that may stand inside a text.
+    return [line for line in text.split("\n") if line.strip()]
+
+
+def _is_unicode(text: str) -> bool:
+    """False where the command line, or standard input, had bytes that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _run(job: _Job, settings: argparse.Namespace) -> None:
@@ -131,8 +145,7 @@ def _generate(job: _Job, model: LoadedModel, settings: argparse.Namespace, write
     from megatron_fp8.generate.text import TextStream
 
     limits = Limits(settings.max_new_tokens, job.tokenizer.eod_id)
-    greedy = settings.greedy or settings.temperature == 0
-    sampling = Sampling(greedy, settings.temperature, settings.top_k, settings.top_p)
+    sampling = Sampling(settings.greedy, settings.temperature, settings.top_k, settings.top_p)
     streams = [TextStream(job.tokenizer, tokens) for tokens in job.tokens]
     follows = writes and len(job.prompts) == 1 and not settings.json and sys.stdout.isatty()
     if follows:

@@ -19,6 +19,7 @@ from megatron_fp8.data.sources.block import InputError
 from megatron_fp8.data.sources.files import FORMATS, InputFile, find_inputs
 from megatron_fp8.data.tokenizer import END_OF_DOCUMENT, TOKENIZER_TYPES, Tokenizer, TokenizerError
 from megatron_fp8.data.train_tokenizer import MOST_TRAINING_BYTES, train_on_files
+from megatron_fp8.data.worker_pool import WorkerEndedError
 
 _SMALLEST_VOCABULARY = 257
 
@@ -70,6 +71,11 @@ def parse_arguments(arguments: list[str] | None) -> tuple[argparse.Namespace, li
     ]
     if len(set(settings.json_keys)) != len(settings.json_keys):
         wrong.append(f"--json-keys {' '.join(settings.json_keys)}: name each key once")
+    wrong += [
+        f"--json-keys {key}: it becomes part of the output's name, where / cannot be; rename the key in the input"
+        for key in settings.json_keys
+        if "/" in key
+    ]
     directory = Path(settings.output_prefix).parent
     if not directory.is_dir():
         wrong.append(f"--output-prefix {settings.output_prefix}: there is no directory {directory}; make it first")
@@ -162,7 +168,7 @@ def show(totals: Totals, settings: argparse.Namespace, seconds: float) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0: the files are written; 2: an input is wrong; 130: interrupted, to be gone on with."""
+    """Exit code 0: written; 1: a worker was killed; 2: an input is wrong; 130: interrupted, to be gone on with."""
     settings, files = parse_arguments(arguments)
     worker_settings = Settings(
         tokenizer_of(settings), tuple(settings.json_keys), settings.append_eod, settings.skip_broken_lines
@@ -189,6 +195,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (InputError, GrowingFileError, OSError) as error:
         print(f"{error}. What was encoded so far is kept: the same command goes on with it.", file=sys.stderr)
         return 2
+    except WorkerEndedError as error:
+        print(f"{error}. What was encoded so far is kept: the same command goes on with it.", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130

@@ -171,14 +171,19 @@ def _records(block: Block, keys: Sequence[str]) -> Iterator[list[str] | BrokenLi
         assert block.rows is not None
         for number, texts in enumerate(zip(*(block.rows[key] for key in keys), strict=True), block.first_number):
             missing = [key for key, text in zip(keys, texts, strict=True) if text is None]
+            broken = [key for key, text in zip(keys, texts, strict=True) if isinstance(text, bytes)]
             if missing:
                 yield BrokenLineError(block.source, number, f"{missing[0]!r} is null")
+            elif broken:
+                yield BrokenLineError(block.source, number, f"{broken[0]!r} is not UTF-8")
             else:
-                yield [text for text in texts if text is not None]
+                yield [text for text in texts if isinstance(text, str)]
     else:
-        for piece in block.pieces:
+        for number, piece in enumerate(block.pieces):
+            begins = number > 0 or not block.continues
             try:
-                yield [piece.text.decode()]
+                # As in JSON Lines, a mark at a file's beginning is not text.
+                yield [piece.text.decode("utf-8-sig" if begins else "utf-8")]
             except UnicodeDecodeError as error:
                 yield BrokenLineError(piece.source, None, f"not UTF-8: {error}")
 
@@ -189,6 +194,8 @@ def _record_of_line(line: bytes, source: str, number: int, keys: Sequence[str]) 
         record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except ValueError as error:
         return BrokenLineError(source, number, f"not JSON: {error}")
+    except RecursionError:
+        return BrokenLineError(source, number, "lists or objects in one another, too deep to be read")
     if not isinstance(record, dict):
         return BrokenLineError(source, number, f"a JSON {type(record).__name__}, not an object")
     for key in keys:

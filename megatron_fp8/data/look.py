@@ -84,6 +84,8 @@ def document_piece(prefix: str, document: int, first: int, length: int) -> Piece
             f"{prefix} has documents 0 to {len(index.lengths_tokens) - 1}; there is no document {document}"
         )
     size = int(index.lengths_tokens[document])
+    if size < 0:
+        raise PlaceError(f"document {document} of {prefix} has {size} tokens: its index is damaged")
     if not 0 <= first < max(size, 1):
         raise PlaceError(f"document {document} of {prefix} has {size} tokens; there is no token {first}")
     return Piece(prefix, document, first, _tokens(prefix, index, document, first, min(first + length, size)))

@@ -128,6 +128,9 @@ def _encode_rest(
         try:
             for key, prefix in prefixes.items():
                 growing[key] = GrowingFile(prefix, tokenizer.vocab_size, settings.append_eod, progress.by_key[key])
+            if progress.position == Position():
+                # The files are this process's and empty by now; another work's note would be taken for one about them.
+                note.remove()
             saved_at = time.monotonic()
             for encoded in blocks:
                 _add(encoded, growing, progress)

@@ -20,7 +20,7 @@ from megatron_fp8.data.sources.block import Position
 from megatron_fp8.data.sources.files import InputFile
 from megatron_fp8.data.tokenizer import Tokenizer
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same work would give other bytes."""
 _LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken")
 
@@ -64,10 +64,6 @@ class ProgressFile:
         except (OSError, ValueError, KeyError, TypeError):
             # Any damage to the note means the same as no note: begin again.
             return None
-
-    def exists(self) -> bool:
-        """Whether there is a note, of whatever work."""
-        return self._path.exists()
 
     def write(self, progress: Progress) -> None:
         """Replace the note; what it says must be on the disk by now."""

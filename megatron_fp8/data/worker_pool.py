@@ -9,6 +9,8 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import lru_cache
 from multiprocessing.connection import wait
 
@@ -20,10 +22,17 @@ from megatron_fp8.parallel.encoding_threads import encode_on_one_thread
 BLOCKS_AHEAD_PER_WORKER = 3
 
 
+class WorkerEndedError(Exception):
+    """A worker is gone; the text says why that can be."""
+
+
 def encode_blocks(
     blocks: Iterator[Block], tokenizer: Tokenizer, settings: Settings, num_workers: int
 ) -> Generator[EncodedBlock, None, None]:
-    """`encode_block` of each; one worker is this process. A bounded number of blocks is in memory."""
+    """`encode_block` of each; one worker is this process. A bounded number of blocks is in memory.
+
+    Raises WorkerEndedError when a worker is killed, and what `encode_block` raises.
+    """
     if num_workers == 1:
         encode_on_one_thread()
         for block in blocks:
@@ -35,14 +44,30 @@ def encode_blocks(
         waiting: deque[Future[EncodedBlock]] = deque()
         try:
             for block in blocks:
-                waiting.append(pool.submit(_encode_in_worker, block, settings))
+                with _interrupt_held_back():
+                    waiting.append(pool.submit(_encode_in_worker, block, settings))
                 if len(waiting) >= num_workers * BLOCKS_AHEAD_PER_WORKER:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise WorkerEndedError(
+                f"one of {num_workers} encoding processes was killed from outside, as the system does when memory is "
+                "short: use fewer --workers"
+            ) from error
         finally:
             for future in waiting:
                 future.cancel()
+
+
+@contextmanager
+def _interrupt_held_back() -> Iterator[None]:
+    """Workers start when work is submitted, and take over what is held back: Ctrl-C does not end them half started."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start_worker() -> None:

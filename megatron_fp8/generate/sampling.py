@@ -9,14 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Below it logits over the temperature are no numbers of FP32, and the most likely token has all the chance anyway.
+_SMALLEST_TEMPERATURE = 1e-30
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen.
 
-    `greedy`: the most likely one; the rest is not looked at then. `temperature`: logits are divided by it. `top_k`:
-    how many of the most likely tokens remain; 0: all. `top_p`: the fewest most likely tokens whose probabilities sum up
-    to it remain; 1: all.
+    `greedy`: the most likely one; the rest is not looked at then. `temperature`: logits are divided by it; 0: as
+    `greedy`. `top_k`: how many of the most likely tokens remain; 0: all. `top_p`: the fewest most likely tokens whose
+    probabilities sum up to it remain; 1: all.
     """
 
     greedy: bool = False
@@ -27,7 +30,7 @@ class Sampling:
 
 def next_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:
     """A token for each row of FP32 `logits` `[b, vocab]` on the CPU; row i draws from `generators[i]` alone."""
-    if sampling.greedy:
+    if sampling.greedy or sampling.temperature < _SMALLEST_TEMPERATURE:
         return [int(token) for token in logits.argmax(dim=-1)]
     chances = filtered(logits, sampling).softmax(dim=-1)
     return [

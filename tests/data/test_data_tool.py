@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +17,7 @@ from token_file_reference import decode_token_file
 from megatron_fp8.config.load import load_config
 from megatron_fp8.data.look import PlaceError, document_piece, numbers_of, position_piece, sample_pieces
 from megatron_fp8.data.splits import train_blend
-from megatron_fp8.data.token_file import TokenFileWriter
+from megatron_fp8.data.token_file import HEADER, TokenFileWriter
 from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.device import prepare
 from tools.data import main
@@ -154,6 +157,26 @@ def test_merge_and_split_say_what_they_wrote(prefix: str, call: Call) -> None:
     code, _, error = call("merge", *parts, "--output-prefix", f"{prefix}-m")
     assert (code, "--overwrite" in error) == (2, True)
     assert call("merge", *parts, "--output-prefix", f"{prefix}-m", "--overwrite")[0] == 0
+
+
+def test_a_disk_that_is_full_is_said_and_nothing_is_left(
+    prefix: str, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(TokenFileWriter, "add_documents", full)
+    code, _, error = call("merge", prefix, "--output-prefix", f"{prefix}-m")
+    assert (code, error) == (2, f"merge: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}\n")
+    assert not list(Path(prefix).parent.glob("text-m*"))
+
+
+def test_a_damaged_length_is_said(prefix: str, call: Call) -> None:
+    content = bytearray(Path(f"{prefix}.idx").read_bytes())
+    struct.pack_into("<i", content, HEADER.size, -5)
+    Path(f"{prefix}.idx").write_bytes(content)
+    code, _, error = call("sample", prefix, "--document", 0)
+    assert (code, "has -5 tokens: its index is damaged" in error) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,29 @@ def run(folder: Path, prefix: Path, pace: Pace) -> Totals:
 
 def content(prefix: Path) -> list[bytes]:
     return [Path(f"{prefix}_text_document.{suffix}").read_bytes() for suffix in SUFFIXES]
+
+
+def test_two_works_under_one_name_are_never_mixed(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        lines = [json.dumps({"text": f"{name} {number:04d}"}) for number in range(400)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    first, second, prefix = tmp_path / "first.jsonl", tmp_path / "second.jsonl", tmp_path / "out"
+    expected = run(first, tmp_path / "whole", Pace())
+
+    def stop_at(most_documents: int) -> Callable[[EncodedBlock, Totals], None]:
+        def stop(encoded: EncodedBlock, totals: Totals) -> None:
+            if totals.num_documents > most_documents:
+                raise Stopped
+
+        return stop
+
+    with pytest.raises(Stopped):
+        run(first, prefix, Pace(save_every_seconds=0, on_block=stop_at(100)))
+    with pytest.raises(Stopped):
+        # It has written more than the first by then, and noted nothing.
+        run(second, prefix, Pace(on_block=stop_at(200)))
+    assert run(first, prefix, Pace()) == expected
+    assert content(prefix) == content(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("stop_after", [1, 20, 30, 45])

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -170,3 +171,73 @@ def test_what_is_no_text_is_broken(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"F\xfc\xdfe")
     with pytest.raises(BrokenLineError, match=r"latin\.txt: not UTF-8"):
         documents(blocks(tmp_path / "latin.txt"))
+
+
+def test_a_large_window_of_zstandard_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    parameters = zstandard.ZstdCompressionParameters(window_log=31, compression_level=1)
+    # Without a size, as of a stream, so that the frame asks for the window whatever it holds.
+    frame = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    path.write_bytes(frame.compress(b'{"text": "long"}\n') + frame.flush())
+    assert documents(blocks(path)) == ["long"]
+
+
+def test_a_value_of_a_column_that_is_no_unicode_is_one_broken_row(tmp_path: Path) -> None:
+    values = pyarrow.array([b"fine", b"\xff", None, b"too"], pyarrow.binary())
+    # pyarrow checks nothing here, like other writers.
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), len(values), values.buffers())
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    (block,) = blocks(path, block_bytes=2**20)
+    assert block.rows is not None
+    assert block.rows["text"] == ["fine", b"\xff", None, "too"]
+    found = texts_of(block, Settings(TokenizerFile(None), ("text",), skip_broken_lines=True))
+    assert found.by_key["text"] == ["fine", "too"]
+    assert [(error.line_number, error.reason) for error in found.broken] == [
+        (2, "'text' is not UTF-8"),
+        (3, "'text' is null"),
+    ]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), path)
+    with pytest.raises(InputError, match="2 columns 'text'"):
+        find_inputs([str(path)], "auto", ["text"])
+
+
+def test_links_are_followed_once_and_no_file_is_read_twice(tmp_path: Path) -> None:
+    folder, other = tmp_path / "in", tmp_path / "other"
+    folder.mkdir()
+    other.mkdir()
+    (folder / "a.txt").write_text("a")
+    (other / "b.txt").write_text("b")
+    (folder / "linked").symlink_to(other)
+    (other / "back").symlink_to(folder)
+    found = find_inputs([str(folder)], "auto", ["text"])
+    assert [file.path.name for file in found] == ["a.txt", "b.txt"]
+    for again in (folder / ".." / "in" / "a.txt", other / "b.txt"):
+        with pytest.raises(InputError, match="is named twice, as"):
+            find_inputs([str(folder), str(again)], "auto", ["text"])
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="neither a file nor a folder"):
+        find_inputs([str(tmp_path / "pipe")], "auto", ["text"])
+
+
+def test_a_mark_at_the_beginning_of_a_file_is_not_text(tmp_path: Path) -> None:
+    mark = "\N{ZERO WIDTH NO-BREAK SPACE}"
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text(f"{mark}text {mark}{number}", encoding="utf-8")
+    assert documents(blocks(tmp_path)) == [f"text {mark}0", f"text {mark}1"]
+
+
+def test_a_record_that_is_too_deep_is_a_broken_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "before"}\n' + '{"text": "x", "deep": ' + "[" * 10**5 + "]" * 10**5 + "}\n")
+    (block,) = blocks(path, block_bytes=2**20)
+    found = texts_of(block, Settings(TokenizerFile(None), ("text",), skip_broken_lines=True))
+    assert found.by_key["text"] == ["before"]
+    assert [error.line_number for error in found.broken] == [2]

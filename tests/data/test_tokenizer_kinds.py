@@ -149,6 +149,8 @@ def test_a_published_file_needs_no_pattern(ranks: Path, tmp_path: Path) -> None:
     content = {base64.b64decode(line.split()[0]): int(line.split()[1]) for line in ranks.read_bytes().splitlines()}
     library = tiktoken.Encoding("c", pat_str=PATTERNS["cl100k_base"], mergeable_ranks=content, special_tokens={})
     assert tokenizer.encode(LINES[0]) == library.encode(LINES[0])
+    # A model may write what is no token: ids between the ranks and the end.
+    assert tokenizer.decode([*tokenizer.encode("a"), 100256, tokenizer.eod_id]) == "a<|100256|><|endoftext|>"
 
 
 @pytest.mark.parametrize(

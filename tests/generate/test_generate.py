@@ -151,6 +151,8 @@ def test_the_tool_refuses_what_cannot_be_with_what_to_use_instead(root, tmp_path
         ([run_directory, "--tokenizer", str(tmp_path / "none.json")], "none.json does not exist"),
         ([run_directory, "--iteration", "9"], "there is no checkpoint of iteration 9"),
         ([run_directory, "--prompts-file", str(tmp_path / "none.txt")], "none.txt cannot be read"),
+        # How Python gives bytes of the command line that are no UTF-8.
+        ([run_directory, "a", "\udcff"], "prompt 2 is no Unicode text"),
         ([str(root / "gpt2-run"), "--precision", "fp8"], "precision.fp8_recipe=tensorwise"),
     ):
         with pytest.raises(SystemExit, match="2"):
@@ -159,6 +161,16 @@ def test_the_tool_refuses_what_cannot_be_with_what_to_use_instead(root, tmp_path
     with pytest.raises(SystemExit, match="2"):
         tool.main([run_directory, "--top-p", "1.5"])
     assert "'1.5' is no number from 0.0 to 1.0" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        tool.main([run_directory, "--seed", str(2**64)])
+    assert "is no number from 0 to" in capsys.readouterr().err
+
+
+def test_prompts_of_a_file_are_its_lines(tmp_path) -> None:
+    path = tmp_path / "prompts.txt"
+    mark, separator = "\N{ZERO WIDTH NO-BREAK SPACE}", "\N{LINE SEPARATOR}"
+    path.write_bytes(f"{mark}one{separator}and a half\r\n\n  \nlast".encode())
+    assert tool._prompts_of(str(path)) == [f"one{separator}and a half", "last"]
 
 
 def test_make_train_ends_with_a_call_that_the_tool_understands() -> None:

@@ -41,6 +41,13 @@ def test_greedy_takes_the_most_likely_whatever_the_rest_says() -> None:
     assert next_tokens(logits, Sampling(greedy=True, temperature=9.0, top_k=2), generators) == [1, 0]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-40, 1e-29])
+def test_without_any_temperature_the_most_likely_is_taken(temperature) -> None:
+    logits = torch.tensor([[50.0, 300.0, 10.0], [2.0, -torch.inf, 1.0]])
+    generators = [torch.Generator(), torch.Generator()]
+    assert next_tokens(logits, Sampling(temperature=temperature, top_p=0.9), generators) == [1, 0]
+
+
 def test_text_comes_in_whole_characters_and_all_of_it(tmp_path) -> None:
     tokenizer = train_bpe(["abc"], 257, tmp_path / "tokenizer.json")
     text = "x = 'é€😀'\n"

@@ -51,8 +51,8 @@ class Block:
     """Bytes of all inputs, as they are stored, that have been read after it."""
     lines: bytes = b""
     """Whole lines of JSON."""
-    rows: Mapping[str, Sequence[str | None]] | None = None
-    """The texts under each key."""
+    rows: Mapping[str, Sequence[str | bytes | None]] | None = None
+    """The texts under each key; bytes where they are no UTF-8."""
     pieces: Sequence[Piece] = ()
     continues: bool = False
     """Whether its first piece goes on with a document of the block before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,18 +36,21 @@ class InputFile:
 def find_inputs(names: Sequence[str], input_format: str, keys: Sequence[str]) -> list[InputFile]:
     """The files that paths, folders and patterns name, in this order, and sorted within each of them.
 
-    A folder's files are all those in it and below but hidden ones. Format `auto`: by suffix; where that says nothing,
-    a file is JSON Lines when it was named and text when it was in a folder. Raises InputError.
+    A folder's files are all those in it and below, through links too, but hidden ones. Format `auto`: by suffix; where
+    that says nothing, a file is JSON Lines when it was named and text when it was in a folder. Raises InputError.
     """
     found: dict[Path, InputFile] = {}
     for name in names:
         for path, unknown in _paths(name):
-            if path in found:
-                raise InputError(f"{path} is named twice: its texts would be encoded twice")
+            # However it is spelled, and through links.
+            place = path.resolve()
+            if place in found:
+                also = f", as {found[place].path} too" if found[place].path != path else ""
+                raise InputError(f"{path} is named twice{also}: its texts would be encoded twice")
             status = path.stat()
             suffix = path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
             kind = input_format if input_format != AUTO else _FORMAT_OF_SUFFIX.get(suffix.lower(), unknown)
-            found[path] = InputFile(path, kind, status.st_size, status.st_mtime_ns)
+            found[place] = InputFile(path, kind, status.st_size, status.st_mtime_ns)
     for file in found.values():
         _check(file, keys)
     return list(found.values())
@@ -56,7 +60,7 @@ def _paths(name: str) -> Iterator[tuple[Path, str]]:
     """(path, its format where its suffix says none) of each file that one name stands for."""
     path = Path(name)
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
+        files = sorted(file for file in _below(path) if file.is_file() and not _is_hidden(file.relative_to(path)))
         if not files:
             raise InputError(f"{name} is a folder without files")
         yield from ((file, TEXT) for file in files)
@@ -67,8 +71,23 @@ def _paths(name: str) -> Iterator[tuple[Path, str]]:
         if not any(file.is_file() for file in matching):
             raise InputError(f"{name} fits no file")
         yield from ((file, JSONL) for file in matching if file.is_file())
+    elif path.exists():
+        raise InputError(f"{name} is neither a file nor a folder: work that was killed could not go on with it")
     else:
         raise InputError(f"{name} does not exist; name files, folders or patterns such as 'texts/*.jsonl.gz'")
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All names in a folder and in those in it, each folder once, whatever links lead there."""
+    seen: set[Path] = set()
+    for directory, below, names in os.walk(folder, followlinks=True):
+        place = Path(directory).resolve()
+        if place in seen:
+            below.clear()
+            continue
+        seen.add(place)
+        below.sort()
+        yield from (Path(directory) / name for name in names)
 
 
 def _is_hidden(path: Path) -> bool:
@@ -86,8 +105,11 @@ def _check(file: InputFile, keys: Sequence[str]) -> None:
         raise InputError(f"{file.path} is not a whole Parquet file: {error}") from error
     texts = [field.name for field in schema if _is_text(field.type)]
     for key in keys:
+        places = schema.get_all_field_indices(key)
+        if len(places) > 1:
+            raise InputError(f"{file.path} has {len(places)} columns {key!r}: rename all but one")
         if key not in texts:
-            kind = f"a column of {schema.field(key).type}" if key in schema.names else "no column"
+            kind = f"a column of {schema.field(places[0]).type}" if places else "no column"
             raise InputError(f"{file.path}: {key!r} is {kind}; columns of text: {', '.join(texts) or 'none'}")
 
 

@@ -108,13 +108,31 @@ def _rows(file: InputFile, start: Position, keys: Sequence[str], block_bytes: in
                     if skipped == batch.num_rows:
                         continue
                     first = row - batch.num_rows + skipped + 1
-                    rows = {key: batch.column(key).slice(skipped).to_pylist() for key in keys}
+                    rows = {key: _texts(batch.column(key).slice(skipped)) for key in keys}
                     end = Position(start.file, row, row + 1)
                     size = sum(batch.column(key).slice(skipped).nbytes for key in keys)
                     done = file.size_bytes * row // metadata.num_rows
                     yield Block("rows", source, first, end, size, done, rows=rows)
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+    except pyarrow.ArrowException as error:
         raise InputError(f"{source} is damaged: {error}") from error
+
+
+def _texts(column: pyarrow.Array) -> list[str | bytes | None]:
+    """A column's values; where one is no UTF-8, which nothing keeps a writer from, those that are not as bytes."""
+    try:
+        texts: list[str | bytes | None] = column.to_pylist()
+    except UnicodeDecodeError:
+        if pyarrow.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        texts = [_text_or_bytes(value) for value in column.cast(pyarrow.large_binary()).to_pylist()]
+    return texts
+
+
+def _text_or_bytes(value: bytes | None) -> str | bytes | None:
+    try:
+        return value if value is None else value.decode()
+    except UnicodeDecodeError:
+        return value
 
 
 def _batch_rows(group: pyarrow.parquet.RowGroupMetaData, keys: Sequence[str], block_bytes: int) -> int:

@@ -15,6 +15,8 @@ from megatron_fp8.data.sources.block import InputError
 
 COMPRESSED = (".gz", ".zst")
 _CHUNK_BYTES = 2**16
+# Of Zstandard's --long=31, with which large collections are packed. Only a file that was packed so takes this memory.
+_LARGEST_WINDOW_BYTES = 2**31
 
 
 class Stream:
@@ -65,7 +67,7 @@ class _Zstandard:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._frame = self._next_frame()
         self._started = False
         self._ready = b""
 
@@ -82,8 +84,12 @@ class _Zstandard:
                 parts.append(self._frame.decompress(stored))
                 stored = self._frame.unused_data
                 if self._frame.eof:
-                    self._frame = zstandard.ZstdDecompressor().decompressobj()
+                    self._frame = self._next_frame()
                     self._started = False
             self._ready = b"".join(parts)
         part, self._ready = self._ready[:most_bytes], self._ready[most_bytes:]
         return part
+
+    @staticmethod
+    def _next_frame() -> zstandard.ZstdDecompressionObj:
+        return zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW_BYTES).decompressobj()

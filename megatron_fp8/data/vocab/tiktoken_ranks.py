@@ -57,6 +57,7 @@ class TiktokenRanks:
         # A file of ranks of one's own may be split as a published one is, and be larger or much smaller.
         self.eod_id = published if path.name.partition(".")[0] == name and published >= after else after
         self.vocab_size = self.eod_id + 1
+        self._bytes = {rank: token for token, rank in ranks.items()} | {self.eod_id: self.eod_token.encode()}
         try:
             self._encoding = tiktoken.Encoding(
                 name,
@@ -73,8 +74,12 @@ class TiktokenRanks:
         return [np.array(self._encoding.encode_ordinary(text), dtype=np.int32) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; bytes that are no UTF-8 show as replacement characters. Raises KeyError for no id."""
-        return self._encoding.decode([int(token) for token in ids])
+        """The text of `ids`; bytes that are no UTF-8 show as replacement characters, ids that are no token by number.
+
+        Between the ranks and the end of a document there may be such ids, and a model may write them.
+        """
+        parts = (self._bytes.get(int(token)) or f"<|{token}|>".encode() for token in ids)
+        return b"".join(parts).decode(errors="replace")
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
