@@ -60,13 +60,17 @@ class Page:
 
     def show(self, file: Path, width: int, dark: bool, drawn: str) -> None:
         """Load a file in a window of this width; wait until the JavaScript expression `drawn` is true."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.set_width(width)
         self.set_dark(dark)
         self._loaded = False
         self.call("Page.navigate", url=file.resolve().as_uri())
         while not self._loaded:
             self._receive()
         self.wait(drawn)
+
+    def set_width(self, width: int) -> None:
+        """Of the window, in CSS pixels."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
 
     def set_dark(self, dark: bool) -> None:
         """What the reader's system prefers."""

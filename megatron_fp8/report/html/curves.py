@@ -7,7 +7,6 @@ thinning again what was thinned before gives what thinning all points at once wo
 from __future__ import annotations
 
 import math
-from array import array
 from enum import Enum
 
 import numpy as np
@@ -39,23 +38,22 @@ class Curve:
         self._buckets = buckets
         self._keep = keep
         self._sum = 0.0
-        # Half of it new each time, so that a value is looked at a few times however many there are.
-        self._limit = 4 * buckets
-        self._iterations = array("d")
-        self._values = array("d")
+        self._iterations: Floats = np.empty(0)
+        self._values: Floats = np.empty(0)
 
-    def add(self, iteration: float, value: float) -> None:
-        """Take one more value, of a later iteration than those before."""
-        self.count += 1
-        self._iterations.append(iteration)
-        self._values.append(value)
-        if math.isfinite(value):
-            self._sum += value
-            self.last = value
-        else:
-            self.not_finite += 1
-        if len(self._values) >= self._limit:
-            self._thin(self._buckets)
+    def extend(self, iterations: Floats, values: Floats) -> None:
+        """Take more values, of later iterations than those before."""
+        finite = values[np.isfinite(values)]
+        self.count += len(values)
+        self.not_finite += len(values) - len(finite)
+        if len(finite):
+            self.last = float(finite[-1])
+            self._sum += float(finite.sum())
+        self._iterations = np.concatenate([self._iterations, iterations])
+        self._values = np.concatenate([self._values, values])
+        # Half of it is new each time, so that a value is looked at a few times however many there are.
+        if len(self._values) > 4 * self._buckets:
+            self._thin()
 
     @property
     def mean(self) -> float | None:
@@ -66,33 +64,31 @@ class Curve:
     @property
     def smallest(self) -> float | None:
         """Smallest finite value; exact where `Keep` keeps it."""
-        return min(filter(math.isfinite, self._values), default=None)
+        return min(filter(math.isfinite, self._values.tolist()), default=None)
 
     @property
     def largest(self) -> float | None:
         """Largest finite value; exact where `Keep` keeps it."""
-        return max(filter(math.isfinite, self._values), default=None)
+        return max(filter(math.isfinite, self._values.tolist()), default=None)
 
     def points(self) -> tuple[Floats, Floats]:
         """Iterations and values, FP64, as many of each; all of them where they are few."""
         if len(self._values) > 2 * self._buckets:
-            self._thin(self._buckets)
-        return np.array(self._iterations), np.array(self._values)
+            self._thin()
+        return self._iterations, self._values
 
     def columns(self, width: int) -> tuple[Floats, Floats]:
         """Bucket numbers and the value kept of each, for a `width` (a power of 2) of at least `self.width`."""
-        iterations, values = np.array(self._iterations), np.array(self._values)
-        iterations, values = thin(iterations, values, width, self._keep)
+        iterations, values = thin(self._iterations, self._values, width, self._keep)
         numbers = np.floor_divide(iterations, width)
         # A value that is not finite comes with the bucket's finite one, and says more.
         order = np.lexsort((~np.isfinite(values), numbers))
         newest = np.append(np.diff(numbers[order]) > 0, True)
         return numbers[order][newest], values[order][newest]
 
-    def _thin(self, buckets: int) -> None:
-        self.width = max(self.width, bucket_width(self._iterations[0], self._iterations[-1], buckets))
-        iterations, values = thin(np.array(self._iterations), np.array(self._values), self.width, self._keep)
-        self._iterations, self._values = array("d", iterations), array("d", values)
+    def _thin(self) -> None:
+        self.width = max(self.width, bucket_width(self._iterations[0], self._iterations[-1], self._buckets))
+        self._iterations, self._values = thin(self._iterations, self._values, self.width, self._keep)
 
 
 def bucket_width(first: float, last: float, buckets: int) -> int:

@@ -5,6 +5,7 @@ Runs that go on, were killed or are of another version are read as far as they c
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from megatron_fp8.report.html.curves import Curve, Keep
@@ -26,6 +28,8 @@ _NOT_A_SERIES = frozenset({"event", "iteration", "time"})
 # Of the numbers of an interval of the record that become one cell, the one to look at.
 _SMALLEST_IS_WORST = frozenset({"scale", "head-room-bits", "sqnr-db"})
 _HEAT_BUCKETS = 64
+# Values of records not yet looked at.
+_MOST_WAITING = 100_000
 _FIRST_EVENTS, _LAST_EVENTS = 50, 250
 
 
@@ -95,11 +99,29 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     """Read `metrics.jsonl` and `config.yaml` of a run directory; raises RunError where there is no record."""
     run = Run(name or directory.resolve().name, directory)
     unreadable = 0
+    # Records of the series, a block at a time: far fewer operations than a value at a time.
+    blocks: dict[bool, list[Record]] = {False: [], True: []}
+    waiting = {False: 0, True: 0}
     for record in records(directory / METRICS):
         if record is None:
             unreadable += 1
-        else:
-            _take(run, record)
+            continue
+        event = record["event"]
+        run.end = record if event == "end" else None
+        iteration = number(record.get("iteration"))
+        if iteration is not None:
+            run.iteration = max(run.iteration, int(iteration))
+        if event not in _SERIES_EVENTS and event not in _FP8_EVENTS:
+            _take_event(run, record)
+        elif iteration is not None:
+            is_fp8 = event in _FP8_EVENTS
+            blocks[is_fp8].append(record)
+            waiting[is_fp8] += len(record)
+            if waiting[is_fp8] > _MOST_WAITING:
+                _take_block(run, is_fp8, blocks[is_fp8])
+                waiting[is_fp8] = 0
+    for is_fp8, block in blocks.items():
+        _take_block(run, is_fp8, block)
     if unreadable:
         run.notes.append(f"{unreadable:,} lines of {METRICS} are no records and were left out.")
     if not run.num_events and not run.curves and not run.heat:
@@ -112,53 +134,43 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     return run
 
 
-def _take(run: Run, record: Record) -> None:
-    event = record["event"]
-    iteration = number(record.get("iteration"))
-    if iteration is not None:
-        run.iteration = max(run.iteration, int(iteration))
-    run.end = record if event == "end" else None
-    if iteration is not None and event in _SERIES_EVENTS:
-        _take_series(run, record, iteration)
-    elif iteration is not None and event in _FP8_EVENTS:
-        _take_heat(run, record, iteration)
-    elif event not in _FP8_EVENTS:
-        if event == "start":
-            run.start = record
-        run.num_events += 1
-        kept = run.first_events if len(run.first_events) < _FIRST_EVENTS else run.last_events
-        kept.append(record)
+def _take_event(run: Run, record: Record) -> None:
+    if record["event"] == "start":
+        run.start = record
+    run.num_events += 1
+    kept = run.first_events if len(run.first_events) < _FIRST_EVENTS else run.last_events
+    kept.append(record)
 
 
-def _take_series(run: Run, record: Record, iteration: float) -> None:
-    for name, value in record.items():
-        if name in _NOT_A_SERIES:
-            continue
-        if type(value) is not float:
-            value = number(value)
-            if value is None:
-                continue
-        curve = run.curves.get(name)
-        if curve is None:
-            curve = run.curves[name] = Curve()
-        curve.add(iteration, value)
+def _take_block(run: Run, is_fp8: bool, block: list[Record]) -> None:
+    for name in dict.fromkeys(itertools.chain.from_iterable(block)):
+        if name not in _NOT_A_SERIES:
+            _take_values(run, name, is_fp8, block)
+    block.clear()
 
 
-def _take_heat(run: Run, record: Record, iteration: float) -> None:
-    for name, value in record.items():
-        parts = name.split("/")
-        figure = number(value)
-        # fp8/layers.3/self_attention.proj/input/amax
-        if len(parts) != 5 or parts[0] != "fp8" or not parts[1].startswith("layers.") or figure is None:
-            continue
-        layer = parts[1].removeprefix("layers.")
-        if not layer.isdecimal():
-            continue
-        cell = Cell(parts[4], f"{parts[2]}/{parts[3]}", int(layer))
-        if cell not in run.heat:
-            keep = Keep.SMALLEST if cell.quantity in _SMALLEST_IS_WORST else Keep.LARGEST
-            run.heat[cell] = Curve(_HEAT_BUCKETS, keep)
-        run.heat[cell].add(iteration, figure)
+def _take_values(run: Run, name: str, is_fp8: bool, block: list[Record]) -> None:
+    having = [record for record in block if name in record]
+    column = [record[name] for record in having]
+    iterations = [record["iteration"] for record in having]
+    if not set(map(type, column)) <= {float, int}:
+        pairs = [(at, number(value)) for at, value in zip(iterations, column, strict=True)]
+        iterations, column = [at for at, value in pairs if value is not None], [v for _, v in pairs if v is not None]
+    curve = (_heat_curve(run, name) if is_fp8 else run.curves.setdefault(name, Curve())) if column else None
+    if curve is not None:
+        curve.extend(np.array(iterations, dtype=np.float64), np.array(column, dtype=np.float64))
+
+
+def _heat_curve(run: Run, name: str) -> Curve | None:
+    parts = name.split("/")
+    # fp8/layers.3/self_attention.proj/input/amax
+    layer = parts[1].removeprefix("layers.") if len(parts) == 5 else ""
+    if not layer.isdecimal() or parts[0] != "fp8":
+        return None
+    cell = Cell(parts[4], f"{parts[2]}/{parts[3]}", int(layer))
+    if cell not in run.heat:
+        run.heat[cell] = Curve(_HEAT_BUCKETS, Keep.SMALLEST if cell.quantity in _SMALLEST_IS_WORST else Keep.LARGEST)
+    return run.heat[cell]
 
 
 def number(value: object) -> float | None:
