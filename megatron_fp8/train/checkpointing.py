@@ -5,10 +5,8 @@ Must not know what a checkpoint holds or how it is written.
 
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-from megatron_fp8 import __version__
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.live import LiveState
 from megatron_fp8.checkpoint.manifest import Manifest, read_manifest
@@ -21,8 +19,8 @@ from megatron_fp8.report.record import Recorder
 from megatron_fp8.train.health import HealthWatch
 from megatron_fp8.train.interval import IntervalLoss
 from megatron_fp8.train.state import TrainState
+from megatron_fp8.train.versions import versions
 
-_PACKAGES = ("torch", "megatron-core", "transformer-engine")
 _INTERVAL = "interval_loss"
 
 
@@ -102,7 +100,7 @@ class Checkpointer:
             },
             counters=counters,
             lists=self._health.state_dict(),
-            versions={"megatron-fp8": __version__, **{name: version(name) for name in _PACKAGES}},
+            versions=versions(),
             written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
 
