@@ -12,6 +12,7 @@ from megatron_fp8.config.facts import WORLD_SIZE, Facts, Finding, divisors, to_p
 from megatron_fp8.config.load import LoadedConfig
 from megatron_fp8.config.problem import Problem
 from megatron_fp8.config.rules_data import check_data_keys, check_length
+from megatron_fp8.config.rules_logging import check_logging
 from megatron_fp8.config.rules_model import check_model
 from megatron_fp8.config.rules_optimizer import check_optimizer
 from megatron_fp8.config.rules_parallel import check_parallel
@@ -41,6 +42,7 @@ def all_findings(facts: Facts) -> Iterator[Finding]:
     yield from check_optimizer(facts)
     yield from check_data_keys(facts)
     yield from check_length(facts)
+    yield from check_logging(facts)
 
 
 def check_config(loaded: LoadedConfig, world_size: int | None, vocab_size: int | None) -> list[Problem]:

@@ -24,6 +24,8 @@ from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.length import resolve_length
 from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.problem import ConfigError, Problem
+from megatron_fp8.config.rules_logging import MODE as WANDB_MODE
+from megatron_fp8.config.rules_logging import login_problem
 from megatron_fp8.config.rundir import reopen_run_directory, resolve_run_directory
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.start import Resume, Start
@@ -83,7 +85,9 @@ def parse_command_line(
             speaker.answer(answer)
         if arguments.plan:
             speaker.end_with_answer(describe_plan(loaded, world_size))
-        command, layout = _check(loaded, world_size, check_data, partial(choose_start, loaded.config, arguments.resume))
+        login = login_problem(loaded.config, environ, loaded.origins[WANDB_MODE])
+        start = partial(choose_start, loaded.config, arguments.resume)
+        command, layout = _check(loaded, world_size, check_data, start, [login] if login else [])
     except (UsageError, ConfigError) as error:
         speaker.end_with_mistake(str(error))
     for warning in config_warnings(LoadedConfig(command.config, command.origins), layout):
@@ -131,13 +135,18 @@ def _world_size(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
 
 
 def _check(
-    loaded: LoadedConfig, world_size: int | None, check_data: DataCheck, choose_start: Callable[[], Start]
+    loaded: LoadedConfig,
+    world_size: int | None,
+    check_data: DataCheck,
+    choose_start: Callable[[], Start],
+    of_environment: Sequence[Problem],
 ) -> tuple[Command, Layout | None]:
     """The command and its layout (None without a world size). Raises ConfigError with every mistake."""
     report = check_data(loaded.config)
     loaded, problems = resolve_length(loaded, report.epoch_samples)
     problems += check_config(loaded, world_size, report.vocab_size)
     problems += [_with_origin(problem, loaded) for problem in report.problems]
+    problems += of_environment
     try:
         start = _start(loaded.config, choose_start)
     except ConfigError as error:

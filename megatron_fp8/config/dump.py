@@ -40,6 +40,9 @@ def dump_config(config: Config, origins: Mapping[str, str] | None = None) -> str
 
 def _to_yaml(value: Any) -> str:
     """`value` on one line; YAML 1.1's own forms, so that `off` is quoted and 1e-5 is written 1.0e-05."""
+    if isinstance(value, str) and value.lower() == "none":
+        # A text to YAML, and null to us where it stands without quotes.
+        return f"'{value}'"
     # PyYAML writes Unicode's line separators in a way that it reads back as spaces: escaped they survive.
     readable = all(str(item).isprintable() for item in (value if isinstance(value, list) else [value]))
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=readable)

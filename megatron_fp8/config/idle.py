@@ -26,8 +26,21 @@ def idle_keys(config: Config) -> Iterator[Idle]:
         yield keys, "training.eval_iters is 0", "training.eval_iters above 0"
     elif config.training.full_validation:
         yield ["training.eval_iters"], "training.full_validation is true", "training.full_validation=false"
+    yield from _logging(config)
     if not config.data.data_path:
         yield ["data.split"], "data.data_path is empty", "data.data_path, or leave the key out"
+
+
+def _logging(config: Config) -> Iterator[Idle]:
+    others = [
+        key
+        for key in config_fields()
+        if key.startswith("logging.wandb_") and key not in ("logging.wandb_project", "logging.wandb_mode")
+    ]
+    if config.logging.wandb_project is None:
+        yield [*others, "logging.wandb_mode"], "logging.wandb_project is null", "logging.wandb_project=NAME"
+    elif config.logging.wandb_mode == "disabled":
+        yield ["logging.wandb_project", *others], "logging.wandb_mode is disabled", "logging.wandb_mode=online"
 
 
 def _precision(config: Config) -> Iterator[Idle]:

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from megatron_fp8.config.base import Section
 from megatron_fp8.config.checkpoint import CheckpointConfig
+from megatron_fp8.config.logging import LoggingConfig
 from megatron_fp8.config.model import ModelConfig
 from megatron_fp8.config.precision import PrecisionConfig
 
@@ -150,13 +151,6 @@ class DataConfig(Section):
     """Count positions from 0 again after an end-of-document token."""
     reset_attention_mask: bool = False
     """Keep documents apart that lie in one sample: no token attends one before an end-of-document token."""
-
-
-class LoggingConfig(Section):
-    """What is written, and how often."""
-
-    log_interval: int = Field(default=10, ge=1)
-    """Steps between records of `metrics.jsonl` and lines of the console log."""
 
 
 class Config(Section):

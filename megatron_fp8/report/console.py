@@ -85,9 +85,10 @@ def format_record(record: Mapping[str, Value], train_iters: int) -> str:
         return _format_fallback(record)
     if record["event"] == "end":
         return _format_end(record)
+    told = {key: value for key, value in record.items() if key != "time"}
     if record["event"] == "start":
-        return "\n".join(f"{key}: {value}" for key, value in record.items() if key != "event")
-    return " | ".join(f"{key} {value}" for key, value in record.items())
+        return "\n".join(f"{key}: {value}" for key, value in told.items() if key != "event")
+    return " | ".join(f"{key} {value}" for key, value in told.items())
 
 
 def _format_fallback(record: Mapping[str, Value]) -> str:

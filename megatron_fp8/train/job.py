@@ -6,7 +6,9 @@ Everything is handed on as an argument; nothing here computes.
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 
 import torch
 import torch.distributed
@@ -24,8 +26,11 @@ from megatron_fp8.config.start import Start
 from megatron_fp8.parallel.start import init_process_group
 from megatron_fp8.precision.chart.chart import format_chart, precision_chart
 from megatron_fp8.report.console import ConsoleSink
+from megatron_fp8.report.html.page import report_at_end
 from megatron_fp8.report.library_warnings import hide_meaningless_warnings
-from megatron_fp8.report.record import METRICS, JsonLines, Recorder, Sink, Value, drop_records_after
+from megatron_fp8.report.record import METRICS, Recorder, Value, drop_records_after
+from megatron_fp8.report.views import sinks_of_run
+from megatron_fp8.train.versions import versions
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,11 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float) -> Jo
     start, notes = whole_start(start)
     with ExitStack() as stack:
         run_directory, recorder = _open_run(config, start)
+        if run_directory is not None:
+            # When the record is closed, whatever ended the run.
+            stack.callback(report_at_end, run_directory)
         stack.callback(recorder.close)
+        stack.push(partial(_record_failure, recorder))
         checkpoints = _checkpoint_directory(config, run_directory)
         parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder, checkpoints)
         datasets = build_datasets(config, Tokenizer.of(config.data), reads_data=parts.reads_data)
@@ -89,6 +98,7 @@ def _open_run(config: Config, start: Start) -> tuple[Path | None, Recorder]:
         return None, Recorder([])
     run_directory = start.run_directory
     iteration = 0
+    goes_on_from = None
     if run_directory is None:
         run_directory = create_run_directory(config)
     else:
@@ -98,12 +108,19 @@ def _open_run(config: Config, start: Start) -> tuple[Path | None, Recorder]:
             iteration = read_manifest(start.checkpoint).iteration
             checkpoints.set_aside(iteration)
         drop_records_after(run_directory / METRICS, iteration)
+        goes_on_from = iteration
     (run_directory / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    sinks: list[Sink] = [
-        JsonLines(run_directory / METRICS),
-        ConsoleSink(run_directory / "console.log", config.training.train_iters, iteration),
-    ]
-    return run_directory, Recorder(sinks)
+    log = run_directory / "console.log"
+    console = partial(ConsoleSink, log, config.training.train_iters, iteration)
+    return run_directory, Recorder(sinks_of_run(config, run_directory, console, goes_on_from))
+
+
+def _record_failure(
+    recorder: Recorder, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+) -> None:
+    """What ends the job on this rank, for the dashboards; the exception goes on."""
+    if kind is not None:
+        recorder.write("failure", {"kind": kind.__name__, "error": str(error)})
 
 
 def _checkpoint_directory(config: Config, run_directory: Path | None) -> Path | None:
@@ -133,6 +150,7 @@ def _description(
     return {
         "run directory": str(run_directory),
         "device": device.description,
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "precision": describe_formats(config.precision, num_layers, arithmetic),
         "arithmetic": arithmetic,
         "linear layers in fp8": in_fp8,

@@ -60,6 +60,7 @@ NOT_COMPARED = {
         "peak-memory-bytes",
     ),
     "seconds",
+    "time",
 }
 OVERRIDES = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
 

@@ -29,6 +29,7 @@ def test_lines_are_json_also_where_json_has_no_number(tmp_path: Path) -> None:
     recorder.write("train", {"iteration": 2, "lm loss": 1.5})
     # Before it is closed: a killed run leaves whole lines.
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0].pop("time") <= lines[1]["time"]
     assert lines[0] == {"event": "train", "iteration": 1, "lm loss": "nan", "grad-norm": "inf"}
     assert lines[1]["lm loss"] == 1.5
     recorder.close()

@@ -1,0 +1,74 @@
+"""Owns which sinks a run has by its config, where their files lie, and that each is guarded. Imports no torch.
+
+Sinks come in the order in which they get a record: the record itself is first, so that views can be made from it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from megatron_fp8.config.dump import dump_config
+from megatron_fp8.config.schema import Config
+from megatron_fp8.report.guarded import Guarded, Say, say_on_stderr
+from megatron_fp8.report.record import METRICS, JsonLines, Sink
+
+
+def sinks_of_run(config: Config, run_directory: Path, console: Callable[[], Sink], iteration: int | None) -> list[Sink]:
+    """The record and its views; `iteration`: where a run goes on from, None for a new one."""
+    sinks: list[Sink] = [
+        record_sink(run_directory),
+        Guarded("the console", lambda _: (console(), -1), f"the record is in {run_directory / METRICS}"),
+    ]
+    kept = -1 if iteration is None else iteration
+    if config.logging.tensorboard_dir is not None:
+        sinks.append(tensorboard_view(tensorboard_directory(config, run_directory), run_directory, kept))
+    if config.logging.wandb_project is not None and config.logging.wandb_mode != "disabled":
+        sinks.append(wandb_view(config, run_directory, kept))
+    return sinks
+
+
+def record_sink(run_directory: Path, say: Say = say_on_stderr) -> Guarded:
+    """`metrics.jsonl`."""
+    path = run_directory / METRICS
+    return Guarded(str(path), lambda _: (JsonLines(path), -1), "make room on its disk", say=say)
+
+
+def tensorboard_directory(config: Config, run_directory: Path) -> Path:
+    """Where TensorBoard's files of a run go."""
+    return run_directory / (config.logging.tensorboard_dir or "tensorboard")
+
+
+def tensorboard_view(directory: Path, run_directory: Path, iteration: int, say: Say = say_on_stderr) -> Guarded:
+    """The view in TensorBoard."""
+
+    def open_view(kept: int) -> tuple[Sink, int]:
+        # Only a run that wants it waits for its import.
+        from megatron_fp8.report.tensorboard_sink import TensorBoardSink
+
+        sink = TensorBoardSink(directory, kept)
+        return sink, sink.newest
+
+    advice = f"tools/replay.py {run_directory} --tensorboard makes it anew"
+    return Guarded("TensorBoard", open_view, advice, run_directory / METRICS, iteration, say)
+
+
+def wandb_view(config: Config, run_directory: Path, iteration: int, say: Say = say_on_stderr) -> Guarded:
+    """The view in wandb; the config must name a project."""
+
+    def open_view(_: int) -> tuple[Sink, int]:
+        from megatron_fp8.report.wandb_sink import WandbRun, WandbSink
+
+        settings = config.logging
+        run = WandbRun(
+            run_directory=run_directory,
+            save_dir=run_directory / (settings.wandb_save_dir or "."),
+            name=settings.wandb_exp_name or run_directory.name,
+            logging=settings,
+            config=yaml.safe_load(dump_config(config)),
+        )
+        sink = WandbSink(run)
+        return sink, sink.newest
+
+    advice = f"tools/replay.py {run_directory} --wandb makes it anew"
+    return Guarded("wandb", open_view, advice, run_directory / METRICS, iteration, say)

@@ -1,0 +1,153 @@
+"""Owns the view of a run in Weights & Biases (wandb). Imports no torch.
+
+**Steps.** wandb's own step is the iteration. It never goes back: wandb drops a row with an earlier step than the
+newest. A job that goes on from an iteration before the newest that wandb has therefore adds nothing until it has passed
+that one, and the curves have neither doubled points nor steps back. Rewinding the run (`resume_from`) would replace
+these points, but not every server can. A second step metric would draw both attempts on top of each other.
+
+**Offline** a job that goes on writes one file of the whole run, from the record, in place of the earlier ones: wandb's
+`sync` uploads a file as it is, and would put the second beside the first.
+
+**Nodes.** Only rank 0's node reports its system metrics. wandb's way to have several (shared mode) ignores the step
+that is given, and so the above; it also needs a network.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import wandb
+from wandb.sdk.lib.runid import generate_id
+from wandb.sdk.wandb_alerts import AlertLevel
+
+from megatron_fp8.config.schema import LoggingConfig
+from megatron_fp8.report.layer_maps import layer_maps
+from megatron_fp8.report.record import Value
+from megatron_fp8.report.series import series_of
+
+ID_FILE = "wandb_id.txt"
+# The run is over; what was not uploaded by then can be, later.
+_MOST_SECONDS_TO_FINISH = 300.0
+_ALERT_PAUSE_SECONDS = 0
+
+
+@dataclass(frozen=True)
+class WandbRun:
+    """What a run is called, what it is of, and where its files lie.
+
+    `config`: the run's config as it is shown. `save_dir`: wandb makes a directory `wandb` in it.
+    """
+
+    run_directory: Path
+    save_dir: Path
+    name: str
+    logging: LoggingConfig
+    config: Mapping[str, Any]
+
+
+class WandbSink:
+    """One wandb run. `newest`: the iteration up to which wandb has everything. Raises wandb's errors and OSError."""
+
+    def __init__(self, run: WandbRun) -> None:
+        settings = run.logging
+        self._offline = settings.wandb_mode == "offline"
+        run_id = _run_id(run.run_directory)
+        run.save_dir.mkdir(parents=True, exist_ok=True)
+        if self._offline:
+            _remove_offline_files(run.save_dir, run_id)
+        self._opened = time.time()
+        self._run = wandb.init(
+            project=settings.wandb_project,
+            entity=settings.wandb_entity,
+            group=settings.wandb_group,
+            name=run.name,
+            tags=settings.wandb_tags,
+            notes=settings.wandb_notes,
+            id=run_id,
+            dir=str(run.save_dir),
+            mode="offline" if self._offline else "online",
+            # An offline file is of the whole run: what the server may have of it is to be overwritten.
+            resume=None if self._offline else "allow",
+            reinit="create_new",
+            config=dict(run.config),
+            settings=wandb.Settings(
+                console="off",
+                disable_git=True,  # the directory's repository is not the code's; its address may hold a password
+                save_code=False,
+                finish_timeout=_MOST_SECONDS_TO_FINISH,
+            ),
+        )
+        self.newest = self._step = self._run.starting_step - 1
+        self._num_layers = run.config["model"]["num_layers"]
+        self._failed = False
+
+    def write(self, record: Mapping[str, Value]) -> None:
+        """Log a record's series; say what is no series as config, summary, alert or artifact."""
+        event = record["event"]
+        if event == "start":
+            texts = {key: value for key, value in record.items() if key not in ("event", "time")}
+            self._run.config.update({"start": texts}, allow_val_change=True)
+        elif event in ("ready", "end"):
+            self._run.summary.update({key: value for key, value in record.items() if key not in ("event", "time")})
+        elif event == "fp8-fallback":
+            self._alert(record, "FP8 fallback", AlertLevel.WARN)
+        elif event == "failure":
+            self._failed = True
+            self._alert(record, str(record["kind"]), AlertLevel.ERROR)
+        elif event == "checkpoint":
+            self._reference(record)
+        series = series_of(record)
+        if series is not None:
+            self._log(*series, float(record.get("time") or time.time()))
+
+    def close(self) -> None:
+        """Finish the run; waits for the upload of what is left, for 5 minutes at most."""
+        self._run.finish(exit_code=1 if self._failed else 0)
+        if self._offline:
+            # The file is whole when wandb's own process has ended; a job that failed ends without Python's shutdown.
+            wandb.teardown()
+
+    def _log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        # A checkpoint is reported when it is written, which may be some steps later.
+        self._step = max(step, self._step)
+        maps = {name: _map(row) for name, row in layer_maps(values, self._num_layers).items()}
+        self._run.log({**values, **maps, "_timestamp": seconds}, step=self._step)
+
+    def _alert(self, record: Mapping[str, Value], title: str, level: AlertLevel) -> None:
+        # What wandb is told again, of a record from earlier, nobody needs to be woken for.
+        if float(record.get("time") or 0.0) < math.floor(self._opened):
+            return
+        text = "\n".join(f"{key}: {value}" for key, value in record.items() if key not in ("event", "time"))
+        self._run.alert(title=title, text=text, level=level, wait_duration=_ALERT_PAUSE_SECONDS)
+
+    def _reference(self, record: Mapping[str, Value]) -> None:
+        """The checkpoint as an artifact that points to its files; none is read or uploaded."""
+        path = Path(str(record["path"])).absolute()
+        if not path.exists():  # a later one took its place
+            return
+        artifact = wandb.Artifact(f"checkpoint-{self._run.id}", "model", metadata={"iteration": record["iteration"]})
+        artifact.add_reference(path.as_uri(), checksum=False)
+        self._run.log_artifact(artifact, aliases=[f"iteration-{record['iteration']}"])
+
+
+def _map(row: list[float]) -> wandb.Histogram:
+    """A value for each layer, as a histogram whose bins are the layers."""
+    return wandb.Histogram(np_histogram=(np.array(row), np.arange(len(row) + 1)))
+
+
+def _run_id(run_directory: Path) -> str:
+    """The run's id at wandb, kept in its directory so that a job which goes on continues the same curves."""
+    path = run_directory / ID_FILE
+    if not path.exists():
+        path.write_text(generate_id() + "\n", encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _remove_offline_files(save_dir: Path, run_id: str) -> None:
+    for directory in (save_dir / "wandb").glob(f"offline-run-*-{run_id}"):
+        shutil.rmtree(directory)

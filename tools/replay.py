@@ -1,0 +1,87 @@
+"""Makes the views of a run anew from its `metrics.jsonl`: TensorBoard's files, and an offline run for `wandb sync`.
+
+They are what the run itself would have written with these views on, and take the place of what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_fp8.config.load import load_config
+from megatron_fp8.config.problem import ConfigError
+from megatron_fp8.config.schema import Config
+from megatron_fp8.report.record import METRICS, read_records
+from megatron_fp8.report.views import tensorboard_directory, tensorboard_view, wandb_view
+
+# The view catches up with the record as it does in a run, at its first record; there is none that is not in the file.
+_NOTHING_KEPT = -1
+
+
+class ReplayError(Exception):
+    """Its text says what is wrong with the run or what went wrong with a view."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code 0: all views are made; 1: one of them failed; 2: the run or the command line is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, help="run directory, as in runs/quickstart; not one that is being written")
+    parser.add_argument("--tensorboard", action="store_true", help="TensorBoard's files (logging.tensorboard_dir)")
+    parser.add_argument("--wandb", action="store_true", help="an offline wandb run, with the run's id if it has one")
+    parser.add_argument("--project", help="wandb project (default: the run's logging.wandb_project)")
+    settings = parser.parse_args(arguments)
+    if not settings.tensorboard and not settings.wandb:
+        parser.error("nothing to make: --tensorboard, --wandb or both")
+    try:
+        config = _config(settings.run)
+    except (ReplayError, ConfigError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if settings.wandb and not (settings.project or config.logging.wandb_project):
+        parser.error("--wandb needs --project NAME: the run has no logging.wandb_project")
+    try:
+        if settings.tensorboard:
+            _replay_tensorboard(config, settings.run)
+        if settings.wandb:
+            _replay_wandb(config, settings.run, settings.project)
+    except ReplayError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _config(run: Path) -> Config:
+    for name in (METRICS, "config.yaml"):
+        if not (run / name).is_file():
+            raise ReplayError(f"RUN {run}: there is no {name}; name a run directory, as in runs/quickstart")
+    if next(read_records(run / METRICS), None) is None:
+        raise ReplayError(f"RUN {run}: {METRICS} has no record")
+    return load_config(run / "config.yaml", []).config
+
+
+def _replay_tensorboard(config: Config, run: Path) -> None:
+    from megatron_fp8.report.tensorboard_sink import remove_event_files
+
+    directory = tensorboard_directory(config, run)
+    remove_event_files(directory)
+    view = tensorboard_view(directory, run, _NOTHING_KEPT, _fail)
+    view.catch_up()
+    view.close()
+    print(f"wrote {directory}")
+
+
+def _replay_wandb(config: Config, run: Path, project: str | None) -> None:
+    update = {"wandb_mode": "offline", "wandb_project": project or config.logging.wandb_project}
+    logging = config.logging.model_copy(update=update)
+    view = wandb_view(config.model_copy(update={"logging": logging}), run, _NOTHING_KEPT, _fail)
+    view.catch_up()
+    view.close()
+
+
+def _fail(text: str) -> None:
+    raise ReplayError(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
