@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from megatron_fp8.config.check import DataReport, check_config, fitting_world_sizes
 from megatron_fp8.config.layout import Layout, derive_layout
@@ -35,7 +36,11 @@ def resolve_sizes(loaded: LoadedConfig, check_data: DataCheck) -> tuple[LoadedCo
     if vocab_size is None or config.training.train_epochs is not None:
         report = check_data(config)
         epoch_samples, vocab_size = report.epoch_samples, vocab_size or report.vocab_size
-        problems = [problem for problem in report.problems if "tokenizer" in problem.key]
+        problems = [
+            replace(problem, use_instead=f"{problem.use_instead}; or model.vocab_size=N")
+            for problem in report.problems
+            if "tokenizer" in problem.key
+        ]
         if vocab_size is None and problems:
             raise ConfigError.from_problems(problems)
     if vocab_size is None:

@@ -57,6 +57,16 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# Variants of the others, left to the long run.
+SLOW = (
+    "fp32",
+    "fp8, long history",
+    "blockwise, two layers recomputed",
+    "mxfp8, sequence parallel",
+    "low formats, first and last in bf16",
+)
+
+
 def config_of(
     model: dict[str, Any], precision: dict[str, Any], parallel: dict[str, Any], micro_batch_size: int = 2
 ) -> Config:
@@ -89,7 +99,7 @@ def kept(planned: StageMemory, config: Config) -> float:
     return size - planned.by_kind["FP8 transposes"] if gone else size
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES])
 def test_a_run_holds_what_was_planned(case: str) -> None:
     world_size, *sections = CASES[case]
     config = config_of(*sections)
@@ -114,9 +124,9 @@ LARGER = LLAMA | {"hidden_size": 256, "ffn_hidden_size": 704, "seq_length": 256}
 @pytest.mark.parametrize(
     ("model", "precision"),
     [
-        (LARGER, {"mode": "fp32"}),
+        pytest.param(LARGER, {"mode": "fp32"}, marks=pytest.mark.slow),
         (LARGER | RECOMPUTE, {"mode": "fp32"}),
-        (LARGER | {"vocab_size": 8192}, {"mode": "fp32"}),
+        pytest.param(LARGER | {"vocab_size": 8192}, {"mode": "fp32"}, marks=pytest.mark.slow),
         (LARGER, FP8),
     ],
 )
