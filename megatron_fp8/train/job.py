@@ -25,13 +25,13 @@ from megatron_fp8.config.schema import Config
 from megatron_fp8.config.start import Start
 from megatron_fp8.parallel.start import init_process_group
 from megatron_fp8.precision.chart.chart import format_chart, precision_chart
+from megatron_fp8.report.code_version import code_version
 from megatron_fp8.report.console import ConsoleSink
-from megatron_fp8.report.html.page import report_at_end
 from megatron_fp8.report.html.page import report_at_end
 from megatron_fp8.report.library_warnings import hide_meaningless_warnings
 from megatron_fp8.report.record import METRICS, Recorder, Value, drop_records_after
 from megatron_fp8.report.views import sinks_of_run
-from megatron_fp8.train.versions import versions
+from megatron_fp8.train.throughput import throughput_of
 from megatron_fp8.train.versions import versions
 
 
@@ -69,9 +69,6 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float) -> Jo
     start, notes = whole_start(start)
     with ExitStack() as stack:
         run_directory, recorder = _open_run(config, start)
-        if run_directory is not None:
-            # When the record is closed, whatever ended the run.
-            stack.callback(report_at_end, run_directory)
         if run_directory is not None:
             # When the record is closed, whatever ended the run.
             stack.callback(report_at_end, run_directory)
@@ -156,7 +153,6 @@ def _description(
         "run directory": str(run_directory),
         "device": device.description,
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "precision": describe_formats(config.precision, num_layers, arithmetic),
         "arithmetic": arithmetic,
         "linear layers in fp8": in_fp8,
@@ -167,5 +163,7 @@ def _description(
             f" {config.training.micro_batch_size}"
         ),
         "parameters": f"{layout.num_parameters:,}",
+        "mfu": throughput_of(config, layout, device.description, device.emulated).note,
+        "code": code_version(),
         "precision chart": "\n" + format_chart(precision_chart(config, layout)),
     }
