@@ -19,10 +19,18 @@
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
       margin: { l: 8, r: 12, t: 10, b: 8 },
       hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("text"), size: 12 }, namelength: -1 },
-      xaxis: { ...axis, tickformat: ",d", nticks: 6, title: { text: "iteration", standoff: 6 }, ...xaxis },
+      xaxis: { ...axis, tickformat: ",d", title: { text: "iteration", standoff: 6 }, ...xaxis },
       yaxis: { ...axis, ...yaxis },
       ...rest,
     };
+  }
+
+  // Ticks at whole iterations, also where there are few.
+  function iterations(values, atMost) {
+    const first = values.reduce((a, b) => Math.min(a, b), Infinity);
+    const last = values.reduce((a, b) => Math.max(a, b), -Infinity);
+    const few = last - first < atMost ? { tickmode: "linear", tick0: first, dtick: 1 } : { nticks: atMost };
+    return first === last ? { ...few, range: [first - 1, last + 1] } : few;
   }
 
   function drawCurves(figure) {
@@ -36,7 +44,7 @@
     }));
     const rangemode = figure.from_zero ? "tozero" : "normal";
     const yaxis = { type: figure.log ? "log" : "linear", rangemode, exponentformat: "power", title: { text: figure.axis, standoff: 8 } };
-    return Plotly.react(figure.id, traces, layout({ hovermode: "x unified", xaxis: { hoverformat: ",d" }, yaxis }), config);
+    return Plotly.react(figure.id, traces, layout({ hovermode: "x unified", xaxis: { hoverformat: ",d", ...iterations(figure.traces.flatMap((trace) => trace.x), 6) }, yaxis }), config);
   }
 
   function legend(figure) {
@@ -95,8 +103,7 @@
     };
     const yaxis = { title: { text: "layer", standoff: 6 }, tickformat: "d", nticks: 6, showgrid: false };
     if (map.y.length < 6) Object.assign(yaxis, { tickmode: "array", tickvals: map.y });
-    const xaxis = { showgrid: false, nticks: 5 };
-    if (map.x.length < 5) Object.assign(xaxis, { tickmode: "array", tickvals: map.x });
+    const xaxis = { showgrid: false, ...iterations(map.x, 5) };
     return Plotly.newPlot(plot, [trace], layout({ xaxis, yaxis }), config);
   }
 
