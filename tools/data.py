@@ -92,6 +92,8 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_tokenizer(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tokenizer-model", metavar="PATH", help="the tokenizer that made the file")
     command.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="its kind, where its file does not tell")
+    command.add_argument("--tiktoken-pattern", metavar="NAME", help="of ranks: as in preprocess_data.py")
+    command.add_argument("--eod-token", metavar="NAME", help="what ends documents, where it is another")
 
 
 def _add_output(command: argparse.ArgumentParser) -> None:
@@ -204,11 +206,7 @@ def _verify(settings: argparse.Namespace) -> int:
             print(f"{prefix}: damaged: {problems[0].reason}; {problems[0].use_instead}")
             continue
         index = read_index(prefix)
-        ids = (
-            "no id is negative (without --tokenizer-model no more is known)"
-            if limit == NO_LIMIT
-            else (f"every id is below {limit}")
-        )
+        ids = f"every id is below {limit}" if limit != NO_LIMIT else "no id is negative (--tokenizer-model says more)"
         print(f"{prefix}: whole: {len(index.lengths_tokens):,} documents, {index.num_tokens:,} tokens, {ids}")
     return 1 if damaged else 0
 
@@ -280,10 +278,11 @@ def _print_written(prefix: str, index: TokenIndex) -> None:
 def _tokenizer(settings: argparse.Namespace) -> Tokenizer | None:
     if settings.tokenizer_model is None and settings.tokenizer_type is None:
         return None
+    kind = settings.tokenizer_type or "auto"
     try:
-        return Tokenizer.load(settings.tokenizer_model, settings.tokenizer_type or "auto")
+        return Tokenizer.load(settings.tokenizer_model, kind, settings.eod_token, settings.tiktoken_pattern)
     except TokenizerError as error:
-        raise PlaceError(f"--tokenizer-model {settings.tokenizer_model}: {error}") from error
+        raise PlaceError(error.as_option(getattr(settings, error.key))) from error
 
 
 @contextmanager

@@ -40,12 +40,18 @@ def make_parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--temperature", type=_number(float, 0.0), default=1.0, metavar="T", help="0: as --greedy (default: 1.0)"
     )
-    how.add_argument("--top-k", type=_number(int, 0), default=0, metavar="K", help="of the K most likely; 0: of all")
     how.add_argument(
-        "--top-p", type=_number(float, 0.0, 1.0), default=1.0, metavar="P", help="of those that make up P of the chance"
+        "--top-k", type=_number(int, 0), default=0, metavar="K", help="of the K most likely (default: 0, all)"
+    )
+    how.add_argument(
+        "--top-p",
+        type=_number(float, 0.0, 1.0),
+        default=1.0,
+        metavar="P",
+        help="of those that make up P of the chance (default: 1)",
     )
     seed = _number(int, 0, 2**63 - 1)
-    how.add_argument("--seed", type=seed, default=1234, metavar="N", help="the same text each time")
+    how.add_argument("--seed", type=seed, default=1234, metavar="N", help="the same N, the same text (default: 1234)")
     model = parser.add_argument_group("model")
     model.add_argument(
         "--precision", choices=("fp32", "fp16", "bf16", "fp8"), help="number format (default: as in training)"
@@ -56,7 +62,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="how FP8 scales are found (default: as in training)",
     )
     model.add_argument("--tokenizer", type=Path, metavar="FILE", help="if not where the run had it")
-    model.add_argument("--batch-size", type=_number(int, 1), default=16, metavar="N", help="prompts side by side")
+    model.add_argument(
+        "--batch-size", type=_number(int, 1), default=16, metavar="N", help="prompts side by side (default: 16)"
+    )
     model.add_argument("--no-cache", action="store_true", help="read the whole text again for every token (slow)")
     parser.add_argument("--json", action="store_true", help="a JSON object a line for each prompt")
     return parser

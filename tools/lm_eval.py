@@ -1,7 +1,7 @@
 """Measures a checkpoint on downstream tasks with EleutherAI's lm-eval, without exporting it first.
 
 Tasks are lm-eval's own, by name, or yaml files in a folder of yours (--include-path). Needs lm-eval:
-pip install megatron-fp8[eval]. Runs in one process, or under torchrun on any layout; the number format may be another
+pip install -e '.[eval]'. Runs in one process, or under torchrun on any layout; the number format may be another
 than that of the run.
 
     python tools/lm_eval.py runs/quickstart --tasks arc_easy,hellaswag
@@ -117,7 +117,7 @@ def _require_lm_eval() -> None:
     except ModuleNotFoundError as error:
         if error.name != "lm_eval":
             raise
-        raise BadInputError("lm-eval is not installed: pip install megatron-fp8[eval]") from error
+        raise BadInputError("lm-eval is not installed: pip install -e '.[eval]'") from error
 
 
 if __name__ == "__main__":

@@ -26,7 +26,12 @@ _SMALLEST_VOCABULARY = 257
 
 def make_parser() -> argparse.ArgumentParser:
     """The options; those that Megatron's tool has are named as there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        # The whole list, fourteen lines, would stand before what is wrong.
+        usage="%(prog)s --input PATH ... --output-prefix PREFIX [--tokenizer-model FILE] [--append-eod] [OPTIONS]",
+    )
     texts = parser.add_argument_group("texts")
     texts.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders or patterns")
     texts.add_argument(
@@ -112,8 +117,7 @@ def _wrong_tokenizer(settings: argparse.Namespace) -> list[str]:
     try:
         tokenizer = tokenizer_of(settings).load()
     except TokenizerError as error:
-        value = getattr(settings, error.key)
-        return [f"--{error.key.replace('_', '-')} {value}: {error.reason}; {error.use_instead}"]
+        return [error.as_option(getattr(settings, error.key))]
     if settings.train_bpe is not None and tokenizer.vocab_size > settings.train_bpe:
         return [
             f"--tokenizer-model {path}: exists and has {tokenizer.vocab_size} tokens, more than --train-bpe "
@@ -140,7 +144,9 @@ def train(settings: argparse.Namespace, worker_settings: Settings, files: list[I
         tokenizer = train_on_files(
             files, worker_settings, settings.train_bpe, path, settings.train_bpe_bytes, display.passed
         )
-    print(f"wrote {path}: {tokenizer.vocab_size:,} tokens")
+    fewer = tokenizer.vocab_size < settings.train_bpe
+    why = f"; the texts have no more pairs to merge for the {settings.train_bpe:,} of --train-bpe" if fewer else ""
+    print(f"wrote {path}: {tokenizer.vocab_size:,} tokens{why}")
 
 
 def run(settings: argparse.Namespace, worker_settings: Settings, files: list[InputFile]) -> Totals:
@@ -161,6 +167,8 @@ def show(totals: Totals, settings: argparse.Namespace, seconds: float) -> None:
         f"{totals.num_empty:,}  broken lines {totals.num_broken:,}"
     )
     print(f"{seconds:.1f} s")
+    if not settings.append_eod:
+        print("note: nothing marks where a document ends; with --append-eod the end-of-document token does")
     for error in totals.broken:
         print(f"left out: {error}")
     if totals.num_broken > len(totals.broken):

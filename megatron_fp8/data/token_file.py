@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 from array import array
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from types import TracebackType
 
@@ -90,7 +91,7 @@ def read_index(prefix: str | Path) -> TokenIndex:
     """
     path = idx_path(prefix)
     if not path.is_file():
-        raise TokenFileError(f"{path} does not exist")
+        raise TokenFileError(f"{path} does not exist{_neighbours(str(prefix))}")
     size_bytes = path.stat().st_size
     with path.open("rb") as stream:
         header = stream.read(HEADER.size)
@@ -118,6 +119,16 @@ def read_index(prefix: str | Path) -> TokenIndex:
         offsets_bytes=content[lengths_end:offsets_end].view(OFFSET_DTYPE),
         document_marks=content[offsets_end:].view(OFFSET_DTYPE),
     )
+
+
+def _neighbours(prefix: str) -> str:
+    """What a prefix without an index may have meant: a file with its suffix, or preprocessing's --output-prefix."""
+    bare = prefix.removesuffix(".bin").removesuffix(".idx")
+    if bare != prefix and idx_path(bare).is_file():
+        return f"; a prefix has no suffix: {bare}"
+    path = Path(prefix)
+    found = sorted(path.parent.glob(f"{escape(path.name)}_*_document.idx"))
+    return f"; there is {', '.join(str(file.with_suffix('')) for file in found)}" if found else ""
 
 
 class TokenFileWriter:

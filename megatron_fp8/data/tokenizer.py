@@ -70,7 +70,9 @@ class Tokenizer:
                 raise TokenizerError(f"{BYTE_LEVEL} needs no file", "leave the tokenizer model out")
             return cls(ByteLevel(eod_token or END_OF_DOCUMENT), BYTE_LEVEL, None)
         if path is None:
-            raise TokenizerError("there is no file", f"name one, or use tokenizer_type {BYTE_LEVEL}, which needs none")
+            raise TokenizerError(
+                "there is no file", f"name one, or use data.tokenizer_type {BYTE_LEVEL}, which needs none"
+            )
         file = tokenizer_file(path)
         kind = _kind_of(file) if tokenizer_type == AUTO else tokenizer_type
         backend: Backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import os
 import struct
@@ -67,6 +68,25 @@ def test_inspect(prefix: str, call: Call) -> None:
     assert "documents  60, 1 of them empty" in output
     assert "of uint16" in output
     assert call("inspect", f"{prefix}-none")[0] == 2
+
+
+def test_a_prefix_that_is_meant_otherwise_is_named(prefix: str, call: Call) -> None:
+    assert call("inspect", f"{prefix}.bin")[2].endswith(f"a prefix has no suffix: {prefix}\n")
+    call("merge", prefix, "--output-prefix", f"{prefix}-o_text_document")
+    code, _, error = call("inspect", f"{prefix}-o")
+    assert (code, error.endswith(f"there is {prefix}-o_text_document\n")) == (2, True)
+
+
+def test_ranks_are_read_with_their_pattern(prefix: str, tmp_path: Path, call: Call) -> None:
+    ranks = tmp_path / "ranks"
+    lines = (f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    ranks.write_text("".join(lines))
+    with TokenFileWriter(tmp_path / "bytes", 300) as writer:
+        writer.add_documents(np.frombuffer(b"two words", "u1").astype(writer.dtype), [9])
+    place = ("sample", tmp_path / "bytes", "--document", 0, "--tokenizer-model", ranks)
+    assert "'two words'" in call(*place, "--tiktoken-pattern", "gpt2")[1]
+    code, _, error = call(*place)
+    assert (code, error.startswith("--tiktoken-pattern: "), "data." in error) == (2, True, False)
 
 
 def test_every_place_of_a_file(prefix: str) -> None:

@@ -137,7 +137,7 @@ def test_input_without_text_writes_nothing(tokenizer: Tokenizer, write_jsonl: Wr
     [
         ({"--input": "absent.jsonl"}, ["--input absent.jsonl", "does not exist"]),
         ({"--input": "nothing*.jsonl"}, ["--input nothing*.jsonl", "fits no file"]),
-        ({"--eod-token": "</doc>"}, ["--eod-token </doc>", "has no token </doc>"]),
+        ({"--eod-token": "</doc>"}, ["--eod-token </doc>", "has no token </doc>", "set --eod-token to"]),
         ({"--train-bpe": "20"}, ["--train-bpe 20", "at least 257"]),
         ({"--tokenizer-model": "absent.json"}, ["--tokenizer-model absent.json", "does not exist"]),
         ({"--output-prefix": "no/such/out"}, ["--output-prefix no/such/out", "no directory no/such"]),
@@ -183,6 +183,9 @@ def test_the_tool_writes_and_sums_up(
     assert tool.main([*arguments, "--append-eod", "--skip-broken-lines"]) == 0
     assert len(decode_token_file(tmp_path / "out_text_document")) == 2
     printed = capsys.readouterr().out
+    assert "--append-eod" not in printed
+    assert tool.main([*arguments, "--skip-broken-lines"]) == 0
+    assert "note: nothing marks where a document ends" in capsys.readouterr().out
     for part in ("documents 2", "longest document", "empty documents 1", "broken lines 1", "line 2: a JSON list"):
         assert part in printed
 
@@ -198,6 +201,10 @@ def test_a_tokenizer_is_trained_on_the_inputs_and_then_used(
     printed = capsys.readouterr().out
     assert printed.count(f"wrote {tmp_path}/own.json: ") == 1
     assert printed.count("used, not trained again") == 1
+    assert "no more pairs to merge" not in printed
+    few = ["--train-bpe", "9000", "--tokenizer-model", str(tmp_path / "few.json")]
+    assert tool.main([*flags, *few, "--output-prefix", str(tmp_path / "few")]) == 0
+    assert "no more pairs to merge for the 9,000 of --train-bpe" in capsys.readouterr().out
     tokenizer = Tokenizer.load(tmp_path / "own.json")
     assert 257 < tokenizer.vocab_size <= 280
     expected = [tokenizer.encode("to be or not to be " * 20), tokenizer.encode("that is the question " * 20)]

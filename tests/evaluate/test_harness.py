@@ -112,7 +112,7 @@ def test_without_lm_eval_the_extra_is_named(
     with pytest.raises(SystemExit) as ended:
         main([str(measured_model.run), "--tasks", "tiny_choice"])
     assert ended.value.code == 2
-    assert "pip install megatron-fp8[eval]" in capsys.readouterr().err
+    assert "pip install -e '.[eval]'" in capsys.readouterr().err
 
 
 class _Missing:

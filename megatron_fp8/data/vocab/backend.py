@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -25,6 +26,12 @@ class TokenizerError(BadInputError):
         self.reason = reason
         self.use_instead = use_instead
         self.key = key
+
+    def as_option(self, value: object) -> str:
+        """The text of a program whose options are named as the data keys; `value`: what was given, None: nothing."""
+        option = f"--{self.key.replace('_', '-')}"
+        use_instead = re.sub(r"data\.(\w+)", lambda key: f"--{key[1].replace('_', '-')}", self.use_instead)
+        return f"{option if value is None else f'{option} {value}'}: {self.reason}; {use_instead}"
 
     def __reduce__(self) -> tuple[type[TokenizerError], tuple[str, str, str]]:
         """Pickled by its parts, so that it survives the way back from a worker process."""
