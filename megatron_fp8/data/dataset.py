@@ -78,12 +78,14 @@ class FileSamples(GPTDataset):
     def __getitem__(self, idx: int | None) -> Sample:
         """Sample `idx` of the order."""
         sample: Sample = super().__getitem__(idx)
-        largest = max(int(sample["tokens"].max()), int(sample["labels"].max()))
-        if largest >= self.config.tokenizer.vocab_size:
-            raise DataError(
-                f"{bin_path(self._prefix)} holds token id {largest} (sample {idx}), the vocabulary has "
-                f"{self.config.tokenizer.vocab_size} tokens: tools/data.py verify finds every such id"
-            )
+        vocab_size = self.config.tokenizer.vocab_size
+        for name in ("tokens", "labels"):
+            smallest, largest = (int(token) for token in torch.aminmax(sample[name]))
+            if smallest < 0 or largest >= vocab_size:
+                raise DataError(
+                    f"{bin_path(self._prefix)} holds token id {min(smallest, 0) or largest} (sample {idx}), the "
+                    f"vocabulary has {vocab_size} tokens: tools/data.py verify finds every such id"
+                )
         return sample
 
 
@@ -188,7 +190,7 @@ def _validation(
         return ()
     valid = valid_blend(config.data)
     if training.full_validation:
-        return whole_sets(config, valid, tokenizer.eod_id, reads_data)
+        return whole_sets(config, valid, tokenizer.eod_id, reads_data, tokenizer.vocab_size)
     built = made if training.multiple_validation_sets else made[0]
     return drawn_sets(config, valid, built, training.eval_iters * training.global_batch_size)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.data.blend import Blend
 from megatron_fp8.data.order import BlendOrder, Order, blend_order, file_order
 from megatron_fp8.data.token_file import TokenIndex, read_index
@@ -72,7 +73,7 @@ def save_order(order: SplitOrder, directory: Path, name: str) -> None:
 
 
 def load_order(directory: Path, name: str, num_files: int) -> SplitOrder:
-    """What `save_order` wrote, memory-mapped."""
+    """What `save_order` wrote, memory-mapped. Raises BadInputError where a file is missing or damaged."""
     blend = None
     if num_files > 1:
         blend = BlendOrder(_load(directory / f"{name}-file.npy"), _load(directory / f"{name}-sample.npy"))
@@ -87,5 +88,10 @@ def _load_file(directory: Path, name: str) -> Order | None:
 
 
 def _load(path: Path) -> NDArray:
-    array: NDArray = np.load(path, mmap_mode="r")
+    try:
+        array: NDArray = np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise BadInputError(
+            f"{path} cannot be read: {error}. Remove the directory {path.parent}: it is built again at the next start"
+        ) from error
     return array

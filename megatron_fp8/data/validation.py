@@ -45,16 +45,19 @@ def drawn_sets(config: Config, blend: Blend, built: Any, num_samples: int) -> tu
     )
 
 
-def whole_sets(config: Config, blend: Blend, eod_id: int, reads_data: bool) -> tuple[ValidationSet, ...]:
+def whole_sets(
+    config: Config, blend: Blend, eod_id: int, reads_data: bool, vocab_size: int | None = None
+) -> tuple[ValidationSet, ...]:
     """The sets of `training.full_validation`: every file whole, the last global batch filled up with empty samples.
 
-    Raises TokenFileError for a broken token file.
+    Raises TokenFileError for a broken token file. Reading raises it for ids that are not below `vocab_size`.
     """
     batch = config.training.global_batch_size
     sets = []
     for name, prefix, weight in zip(dataset_names(blend.prefixes), blend.prefixes, _weights(blend), strict=True):
         documents = blend.documents(len(read_index(prefix).lengths_tokens))
-        file = WholeFile(prefix, config.model.seq_length, eod_id, config.data.eod_mask_loss, documents=documents)
+        masked = config.data.eod_mask_loss
+        file = WholeFile(prefix, config.model.seq_length, eod_id, masked, None, documents, vocab_size)
         named = name if config.training.multiple_validation_sets else None
         sets.append(ValidationSet(named, file if reads_data else None, -(-len(file) // batch) * batch, weight))
     return tuple(sets)

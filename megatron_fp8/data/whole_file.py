@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_fp8.data.token_file import bin_path, read_index
+from megatron_fp8.data.token_file import TokenFileError, bin_path, read_index
 
 
 class WholeFile:
@@ -24,7 +24,8 @@ class WholeFile:
     Each token is predicted from those before it in its window and the one before the window. `num_windows`: read only
     so many windows, evenly spaced over the file; None: all. `documents`: which of the file's documents are read, in its
     order; None: all. Indices from `len` on give samples in which no token
-    counts, with which a last batch is filled up. Raises TokenFileError for a file that cannot be read.
+    counts, with which a last batch is filled up. Raises TokenFileError for a file that cannot be read, and when an id
+    is read that is not below `vocab_size` (None: any may be): a GPU would say "device-side assert".
     """
 
     def __init__(
@@ -35,8 +36,11 @@ class WholeFile:
         eod_mask_loss: bool = False,
         num_windows: int | None = None,
         documents: range | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         index = read_index(prefix)
+        self._prefix = prefix
+        self._vocab_size = vocab_size
         read = slice(None) if documents is None else slice(documents.start, documents.stop)
         self._seq_length = seq_length
         self._eod_id = eod_id
@@ -106,4 +110,11 @@ class WholeFile:
             shift = int(self._offsets[document]) - (int(self._ends[document - 1]) if document else 0)
             parts.append(self._tokens[start + shift : stop + shift])
             start, document = stop, document + 1
-        return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+        ids = np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+        if self._vocab_size is not None and len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
+            foreign = ids[(ids < 0) | (ids >= self._vocab_size)][0]
+            raise TokenFileError(
+                f"{bin_path(self._prefix)} holds token id {foreign}, the vocabulary has {self._vocab_size} tokens: "
+                "tools/data.py verify finds every such id"
+            )
+        return ids

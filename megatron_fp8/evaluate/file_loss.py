@@ -82,7 +82,14 @@ def measure_files(
     """
     seq_length = model.config.model.seq_length
     for file in files:
-        text = WholeFile(file.prefix, seq_length, tokenizer.eod_id, num_windows=num_windows, documents=file.documents)
+        text = WholeFile(
+            file.prefix,
+            seq_length,
+            tokenizer.eod_id,
+            num_windows=num_windows,
+            documents=file.documents,
+            vocab_size=model.vocab_size,
+        )
         documents = document_rules(model.config.data, tokenizer)
         losses = _losses(model, text, documents, partial(on_windows, file.name, len(text)) if on_windows else None)
         sums = LossSum.total(losses).sum_and_tokens if losses else torch.zeros(2, dtype=torch.float64)

@@ -261,6 +261,25 @@ def test_what_may_change_is_mentioned(runs: Path) -> None:
         assert any(note.startswith(argument.split("=")[0]) for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "use"),
+    [
+        (("training.global_batch_size=2",), "use: training.global_batch_size=4 or more"),
+        (
+            ("training.global_batch_size=8", "training.train_iters=0", "training.train_samples=160"),
+            "training.train_iters=N training.train_samples=null",
+        ),
+    ],
+)
+def test_a_batch_that_would_end_the_samples_too_soon_or_too_late_is_refused(
+    arguments: tuple[str, ...], use: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(make_config(runs), runs, "--resume", *arguments)
+    assert ended.value.code == 2
+    assert use in capsys.readouterr().err
+
+
 def test_a_wrong_path_ends_with_the_exit_code_of_a_mistake(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         command(make_config(runs), runs, f"checkpoint.load={runs}/typo", "run.name=other")

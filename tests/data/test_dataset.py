@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from token_file_reference import decode_token_file
 
+from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data import index_cache
 from megatron_fp8.data.token_file import TokenFileError, TokenFileWriter
@@ -317,6 +318,22 @@ def test_an_id_beyond_the_vocabulary_is_named_when_it_is_read(
     train = build_datasets(make_config(train_data_path=[str(tmp_path / "bad")]), tokenizer).train
     with pytest.raises(DataError, match=rf"bad\.bin holds token id {tokenizer.vocab_size} "):
         train[0]
+    with TokenFileWriter(tmp_path / "bad", dtype=np.dtype("<i4")) as writer:
+        writer.add_documents(np.full(100, -2, dtype=writer.dtype), [100])
+    train = build_datasets(make_config(train_data_path=[str(tmp_path / "bad")]), tokenizer).train
+    with pytest.raises(DataError, match=r"bad\.bin holds token id -2 "):
+        train[0]
+
+
+def test_a_damaged_index_is_named_with_what_to_remove(
+    make_config: MakeConfig, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    config = make_config(data_cache_path=str(tmp_path / "indices"))
+    build_datasets(config, tokenizer)
+    (path,) = (tmp_path / "indices").glob("*/train-0-samples.npy")
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(BadInputError, match=f"Remove the directory {path.parent}"):
+        build_datasets(config, tokenizer)
 
 
 def build_on_rank(config: Config, tokenizer_path: str) -> list[list[list[int]]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_fp8.data.set_names import dataset_names
-from megatron_fp8.data.token_file import HEADER, MAGIC, TokenFileWriter
+from megatron_fp8.data.token_file import HEADER, MAGIC, TokenFileError, TokenFileWriter
 from megatron_fp8.data.whole_file import WholeFile
 
 EOD, SEQ_LENGTH = 0, 8
@@ -35,6 +35,16 @@ def predicted(file: WholeFile, number: int | None = None) -> list[tuple[int, int
         counts = sample["loss_mask"].bool()
         pairs += list(zip(sample["tokens"][counts].tolist(), sample["labels"][counts].tolist(), strict=True))
     return pairs
+
+
+@pytest.mark.parametrize("foreign", [300, -1])
+def test_an_id_beyond_the_vocabulary_is_named_when_it_is_read(foreign: int, tmp_path: Path) -> None:
+    with TokenFileWriter(tmp_path / "a", dtype=np.dtype("<i4")) as writer:
+        writer.add_documents(np.array([*range(1, 20), foreign], dtype=writer.dtype), [20])
+    file = WholeFile(tmp_path / "a", SEQ_LENGTH, EOD, vocab_size=300)
+    assert file[1]["labels"].tolist() == list(range(9, 17))
+    with pytest.raises(TokenFileError, match=rf"a\.bin holds token id {foreign}, the vocabulary has 300"):
+        file[2]
 
 
 @pytest.mark.parametrize("lengths", [[5, 9, 2, 7], [8], [1], [3, 13], [4, 4, 4, 4, 1]], ids=str)
