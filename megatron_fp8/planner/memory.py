@@ -143,7 +143,7 @@ def _placeholders(config: Config, layout: Layout, formats: Formats, chunks: tupl
 
 
 def _communication(config: Config, layout: Layout, formats: Formats, sizes: ActivationSizes) -> float:
-    """Activations on their way: a whole gathered input with sequence parallel, a received and a sent one of stages.
+    """Activations on their way: a whole gathered input with sequence parallel, a received and a sent one of each chunk.
 
     Gradients and parameters are reduced and gathered in the buffers where they lie.
     """
@@ -151,7 +151,7 @@ def _communication(config: Config, layout: Layout, formats: Formats, sizes: Acti
     if config.parallel.sequence_parallel and layout.tensor_model_parallel_size > 1:
         size += layout.tokens_per_microbatch * config.model.hidden_size * ELEMENT_BYTES[formats.params]
     if layout.pipeline_model_parallel_size > 1:
-        size += 2 * sizes.hidden
+        size += 2 * layout.num_chunks * sizes.hidden
     return size
 
 
