@@ -56,4 +56,5 @@ def prepare() -> Device:
         return Device(torch.device("cpu"), True, "gloo", cpu.describe())
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(local_rank)
-    return Device(torch.device("cuda", local_rank), False, "nccl", cpu.describe())
+    description = f"{torch.cuda.get_device_name(local_rank)}; {cpu.describe()}"
+    return Device(torch.device("cuda", local_rank), False, "nccl", description)

@@ -25,6 +25,7 @@ from megatron_fp8.train.pace import Pace
 from megatron_fp8.train.parts import TrainingParts
 from megatron_fp8.train.state import TrainState
 from megatron_fp8.train.step import StepResult
+from megatron_fp8.train.throughput import throughput_of
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,11 @@ def _record_interval(
     data_wait_seconds: float,
 ) -> None:
     timing = pace.take_interval(data_wait_seconds)
-    data_wait = torch.tensor(timing.data_wait_seconds, device=parts.device.torch_device)
+    peak_memory = parts.device.peak_memory_bytes()
+    steps, waits, memory = _of_all_ranks(parts, timing.seconds_per_step, timing.data_wait_seconds, peak_memory)
     # One rank that reads slowly holds all of them up.
-    torch.distributed.all_reduce(data_wait, torch.distributed.ReduceOp.MAX)
+    data_wait = max(waits)
+    throughput = throughput_of(parts.config, parts.layout, parts.device.description, parts.device.emulated)
     parts.recorder.write(
         "train",
         {
@@ -150,11 +153,26 @@ def _record_interval(
             "seconds-left": timing.seconds_left,
             "consumed-samples": state.consumed_samples,
             "consumed-tokens": state.consumed_tokens,
-            "data-wait-seconds": float(data_wait),
-            "data-wait-share": float(data_wait) / timing.seconds,
-            "peak-memory-bytes": parts.device.peak_memory_bytes(),
+            "data-wait-seconds": data_wait,
+            "data-wait-share": data_wait / timing.seconds,
+            "peak-memory-bytes": peak_memory,
+            "peak-memory-bytes/largest": max(memory),
+            "batch-size": parts.config.training.global_batch_size,
+            **throughput.series(timing.tokens_per_second),
+            "iteration-time/fastest-rank": min(steps),
+            "iteration-time/slowest-rank": max(steps),
+            "slowest-rank": steps.index(max(steps)),
+            "pause-seconds": timing.pause_seconds,
         },
     )
+
+
+def _of_all_ranks(parts: TrainingParts, *values: float) -> list[list[float]]:
+    """Each of `values` as all ranks have it, in their order; one collective over all ranks."""
+    own = torch.tensor(values, dtype=torch.float64, device=parts.device.torch_device)
+    ranks = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(ranks, own)
+    return torch.stack(ranks, dim=1).tolist()
 
 
 def _loss_scale(parts: TrainingParts) -> dict[str, float]:

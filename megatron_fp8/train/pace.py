@@ -17,6 +17,8 @@ class IntervalTiming:
     """How long the steps together waited for data, on this rank."""
     seconds: float
     """What the steps together took."""
+    pause_seconds: float
+    """How long training waited since the last record for evaluation and for checkpoints."""
 
 
 class Pace:
@@ -28,6 +30,7 @@ class Pace:
         self._interval_started = time.perf_counter()
         self._interval_steps = 0
         self._data_wait_seconds = 0.0
+        self._pause_seconds = 0.0
 
     def step_done(self) -> None:
         """Count a step."""
@@ -36,10 +39,12 @@ class Pace:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what happens inside (evaluation)."""
+        """Leave out what happens inside (evaluation, checkpoints)."""
         paused_at = time.perf_counter()
         yield
-        self._interval_started += time.perf_counter() - paused_at
+        seconds = time.perf_counter() - paused_at
+        self._interval_started += seconds
+        self._pause_seconds += seconds
 
     def take_interval(self, data_wait_seconds: float) -> IntervalTiming:
         """Timing of the steps since the last call, of which there must be one at least.
@@ -53,4 +58,6 @@ class Pace:
         self._interval_started = now
         self._interval_steps = 0
         self._data_wait_seconds = data_wait_seconds
-        return IntervalTiming(per_step, self._tokens_per_step / per_step, per_step * self._steps_left, waited, seconds)
+        paused, self._pause_seconds = self._pause_seconds, 0.0
+        tokens_per_second = self._tokens_per_step / per_step
+        return IntervalTiming(per_step, tokens_per_second, per_step * self._steps_left, waited, seconds, paused)

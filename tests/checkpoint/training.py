@@ -26,7 +26,15 @@ _NOT_COMPARED = frozenset(
         "data-wait-seconds",
         "data-wait-share",
         "peak-memory-bytes",
+        "peak-memory-bytes/largest",
+        "tokens-per-second-per-gpu",
+        "throughput",
+        "iteration-time/fastest-rank",
+        "iteration-time/slowest-rank",
+        "slowest-rank",
+        "pause-seconds",
         "seconds",
+        "time",
     }
 )
 _SERIES = ("train", "validation", "fp8", "fp8-check", "fp8-fallback")

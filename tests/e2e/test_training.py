@@ -20,7 +20,7 @@ NUM_RANKS = 2
 SERIES = {
     "start": {
         *("run directory", "device", "precision", "arithmetic", "linear layers in fp8", "linear layers"),
-        *("layout", "parameters", "precision chart"),
+        *("layout", "parameters", "mfu", "code", "precision chart"),
     },
     "ready": {"seconds-to-first-step"},
     "train": {
@@ -36,6 +36,9 @@ SERIES = {
         "data-wait-seconds",
         "data-wait-share",
         "peak-memory-bytes",
+        "peak-memory-bytes/largest",
+        *("batch-size", "tokens-per-second-per-gpu", "throughput", "mfu", "pipeline-bubble", "pause-seconds"),
+        *("iteration-time/fastest-rank", "iteration-time/slowest-rank", "slowest-rank"),
     },
     "fp8": {"iteration"},
     "validation": {"iteration", "lm loss validation", "lm loss validation ppl", "consumed-tokens"},

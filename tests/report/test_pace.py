@@ -22,4 +22,5 @@ def test_waiting_is_that_of_the_interval(monkeypatch: pytest.MonkeyPatch) -> Non
     pace.step_done()
     now[0] += 3
     second = pace.take_interval(data_wait_seconds=0.75)
+    assert (first.pause_seconds, second.pause_seconds) == (0, 1000)
     assert (second.data_wait_seconds, second.seconds, second.seconds_left) == (0.25, 3, 15)
