@@ -22,13 +22,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megatron_fp8.checkpoint.saved_model import SavedModel, read_saved_model
-from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.evaluate.command_line import add_model_options, end_with_mistakes, inference_settings, positive
 from megatron_fp8.evaluate.files import EvaluationFile, evaluation_files, model_tokenizer
-from megatron_fp8.faults.report import run_reporting
-from megatron_fp8.parallel.start import global_rank, world_size
 
 if TYPE_CHECKING:
+    from megatron_fp8.data.tokenizer import Tokenizer
     from megatron_fp8.evaluate.file_loss import FileLoss
 
 
@@ -52,6 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
     settings = parser.parse_args(arguments)
     if settings.json is not None and not settings.json.absolute().parent.is_dir():
         parser.error(f"--json {settings.json}: there is no directory {settings.json.parent}; make it first")
+    # They import torch, which --help does without.
+    from megatron_fp8.faults.report import run_reporting
+    from megatron_fp8.parallel.start import global_rank, world_size
+
     with end_with_mistakes():
         saved = read_saved_model(settings.checkpoint, inference_settings(settings), world_size(), settings.iteration)
         tokenizer = model_tokenizer(saved, settings.tokenizer)
@@ -79,12 +81,12 @@ def measure(
         # It looks for CUDA when imported.
         from megatron_fp8.evaluate.file_loss import measure_files
 
-        with _progress() as on_windows:
+        with _progress(model.groups.rank == 0) as on_windows:
             return list(measure_files(model, files, tokenizer, num_windows, on_windows)), model.notes
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
+def _progress(shows: bool) -> Iterator[Callable[[str, int, int], None]]:
     """A bar over windows, on rank 0's standard error."""
     columns = (
         TextColumn("{task.description}"),
@@ -93,7 +95,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    display = Progress(*columns, console=Console(stderr=True), transient=True, disable=global_rank() != 0)
+    display = Progress(*columns, console=Console(stderr=True), transient=True, disable=not shows)
     with display:
         task = display.add_task("", total=None)
         yield lambda name, total, done: display.update(task, description=name, total=total, completed=done)

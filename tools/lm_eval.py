@@ -13,15 +13,15 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_fp8.checkpoint.saved_model import SavedModel, read_saved_model
 from megatron_fp8.config.problem import BadInputError
-from megatron_fp8.data.tokenizer import Tokenizer
-from megatron_fp8.evaluate.command_line import add_model_options, end_with_mistakes, inference_settings
+from megatron_fp8.evaluate.command_line import add_model_options, end_with_mistakes, inference_settings, not_negative
 from megatron_fp8.evaluate.files import model_tokenizer
-from megatron_fp8.faults.report import run_reporting
-from megatron_fp8.parallel.start import global_rank, world_size
+
+if TYPE_CHECKING:
+    from megatron_fp8.data.tokenizer import Tokenizer
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -33,9 +33,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--include-path", "--include_path", type=Path, metavar="DIR", help="folder with yaml files of more tasks"
     )
     parser.add_argument(
-        "--num-fewshot", "--num_fewshot", type=int, metavar="N", help="examples shown (default: task's)"
+        "--num-fewshot", "--num_fewshot", type=not_negative, metavar="N", help="examples shown (default: task's)"
     )
-    parser.add_argument("--limit", type=float, metavar="N", help="documents of each task, or a share below 1")
+    parser.add_argument("--limit", type=_limit, metavar="N", help="documents of each task, or a share below 1")
     parser.add_argument("--gen-kwargs", "--gen_kwargs", metavar="KEY=VALUE,...", help="how tasks generate text")
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="of few-shot examples and of sampled text")
     parser.add_argument("--output-path", "--output_path", type=Path, metavar="FILE", help="write all results as JSON")
@@ -54,6 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--output-path {output}: there is no directory {output.parent}; make it first")
     if settings.log_samples and output is None:
         parser.error("--log-samples needs --output-path FILE to write them to")
+    # They import torch, which --help does without.
+    from megatron_fp8.faults.report import run_reporting
+    from megatron_fp8.parallel.start import global_rank, world_size
+
     with end_with_mistakes():
         _require_lm_eval()
         if settings.include_path is not None and not settings.include_path.is_dir():
@@ -105,6 +109,17 @@ def measure(saved: SavedModel, tokenizer: Tokenizer, settings: argparse.Namespac
             fewshot_random_seed=settings.seed,
         )
         return results if model.groups.rank == 0 else None
+
+
+def _limit(text: str) -> float:
+    """Documents of a task: a whole number, or a share below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (0 < value < 1 or (value >= 1 and value.is_integer())):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number, 1 or more, nor a share below 1")
+    return value
 
 
 def _require_lm_eval() -> None:

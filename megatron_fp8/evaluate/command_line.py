@@ -13,7 +13,6 @@ from megatron_fp8.checkpoint.manifest import CheckpointError
 from megatron_fp8.checkpoint.saved_model import InferenceSettings
 from megatron_fp8.config.cli import EXIT_CODE_OF_A_MISTAKE, SECONDS_FOR_THE_SPEAKER
 from megatron_fp8.config.problem import BadInputError
-from megatron_fp8.parallel.start import global_rank
 
 _MICROBATCHES_PER_STAGE = 4
 
@@ -53,6 +52,13 @@ def inference_settings(arguments: argparse.Namespace) -> InferenceSettings:
     )
 
 
+def not_negative(text: str) -> int:
+    """A whole number, 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, 0 or more")
+    return int(text)
+
+
 def positive(text: str) -> int:
     """A whole number, 1 or more."""
     if not text.isdecimal() or int(text) < 1:
@@ -66,6 +72,9 @@ def end_with_mistakes() -> Iterator[None]:
     try:
         yield
     except (BadInputError, CheckpointError) as error:
+        # It imports torch, which a program's --help does without.
+        from megatron_fp8.parallel.start import global_rank
+
         if global_rank() == 0:
             print(error, file=sys.stderr, flush=True)
         else:
