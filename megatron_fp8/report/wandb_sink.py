@@ -31,6 +31,8 @@ from megatron_fp8.report.record import Value
 from megatron_fp8.report.series import series_of
 
 ID_FILE = "wandb_id.txt"
+# Training waits for the server's answer, and again at each new attempt.
+_MOST_SECONDS_TO_START = 30.0
 # The run is over; what was not uploaded by then can be, later.
 _MOST_SECONDS_TO_FINISH = 300.0
 _ALERT_PAUSE_SECONDS = 0
@@ -79,6 +81,7 @@ class WandbSink:
                 console="off",
                 disable_git=True,  # the directory's repository is not the code's; its address may hold a password
                 save_code=False,
+                init_timeout=_MOST_SECONDS_TO_START,
                 finish_timeout=_MOST_SECONDS_TO_FINISH,
             ),
         )
