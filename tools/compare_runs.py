@@ -24,7 +24,7 @@ from megatron_fp8.report.record import METRICS
 # What happens at a step. The others say when a job started, waited or saved.
 EVENTS = ("train", "validation", "fp8", "fp8-check", "fp8-fallback")
 TIME_LIKE = re.compile(
-    r".*(seconds|(^|-)time([-/ ]|$)|per-second|data-wait|throughput|tflop|mfu|memory|bubble|straggler).*", re.IGNORECASE
+    r".*(seconds|(^|-)time([-/ ]|$)|per-second|data-wait|throughput|mfu|memory|bubble|slowest-rank).*", re.IGNORECASE
 )
 _MOST_SERIES_SHOWN = 40
 _MISSING = "not on record"
@@ -68,7 +68,8 @@ class Comparison:
 
     series: dict[str, Difference] = field(default_factory=dict)
     num_series: set[str] = field(default_factory=set)
-    left_out: set[str] = field(default_factory=set)
+    time_like: set[str] = field(default_factory=set)
+    ignored: set[str] = field(default_factory=set)
     num_steps: int = 0
     only: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -142,8 +143,11 @@ def _compare_step(
 ) -> None:
     result.num_steps += 1
     for name in dict.fromkeys([*a, *b]):
-        if (not everything and TIME_LIKE.fullmatch(name)) or (ignore is not None and ignore.search(name)):
-            result.left_out.add(name)
+        if not everything and TIME_LIKE.fullmatch(name):
+            result.time_like.add(name)
+            continue
+        if ignore is not None and ignore.search(name):
+            result.ignored.add(name)
             continue
         result.num_series.add(name)
         value_a, value_b = a.get(name, _MISSING), b.get(name, _MISSING)
@@ -169,8 +173,10 @@ def describe(result: Comparison, config_a: dict[str, Any], config_b: dict[str, A
     for run, (first, count) in sorted(result.only.items()):
         yield f"steps that only {run} has on record: {count:,}, the first is iteration {first:,}"
     yield from _describe_series(result)
-    if result.left_out:
-        yield "left out (time, speed, memory or --ignore): " + ", ".join(sorted(result.left_out))
+    if result.time_like:
+        yield "left out as time, speed or memory (--all compares them): " + ", ".join(sorted(result.time_like))
+    if result.ignored:
+        yield f"left out as --ignore says: {len(result.ignored):,} series"
     missing = object()
     keys = [
         key for key in dict.fromkeys([*config_a, *config_b]) if config_a.get(key, missing) != config_b.get(key, missing)

@@ -82,7 +82,7 @@ def test_runs_that_differ_in_time_and_config_alone_are_equal_and_say_so(tmp_path
     ended = compare(a, b)
     assert ended.code == 0, ended
     assert "equal: 40 steps on record, 4 series" in ended.output
-    assert "left out (time, speed, memory or --ignore): train: tokens-per-second" in ended.output
+    assert "left out as time, speed or memory (--all compares them): train: tokens-per-second" in ended.output
     assert "config keys that differ: 1\n  run.name: a and b" in ended.output
     ended = compare(a, b, "--all")
     assert ended.code == 1
@@ -101,7 +101,9 @@ def test_the_last_bit_of_one_number_is_found_and_a_tolerance_forgives_it(tmp_pat
     )
     assert compare(a, b, "--rtol", "1e-12").code == 0
     assert compare(a, b, "--atol", "1e-12").code == 0
-    assert compare(a, b, "--ignore", "train: lm").code == 0
+    ended = compare(a, b, "--ignore", "train: lm")
+    assert ended.code == 0, ended
+    assert "left out as --ignore says: 1 series" in ended.output
 
 
 @pytest.mark.parametrize(

@@ -24,19 +24,27 @@ _KNOWN = {
     "grad-norm": ("Gradient norm", "", "Global L2 norm before clipping, of the step that ends the interval."),
     "tokens-per-second": ("Throughput", "tokens/s", "All ranks together; evaluations and checkpoints do not count."),
     "iteration-time": ("Time per step", "s", "And its parts, as far as they are recorded."),
+    "throughput": ("Model FLOPs", "TFLOP/s per GPU", "What the model needs, without recomputation."),
+    "mfu": ("Model FLOPs utilisation", "%", "Share of the peak of the format of the blocks' GEMMs."),
+    "slowest-rank": ("Slowest rank", "", "Number of the rank whose steps took longest."),
+    "pause-seconds": ("Pauses", "s", "Between two records, for evaluation and checkpoints."),
     "loss-scale": ("Loss scale", "", "Of the next step."),
     "skipped-iterations": ("Skipped steps", "steps", "Since the start, because of overflows."),
-    "peak-memory-bytes": (
-        "Peak memory",
-        "GB",
-        "Of the rank that writes the record, since its start. GB: 1e9 bytes.",
-    ),
+    "batch-size": ("Batch size", "samples", "Of an optimizer step, all ranks together."),
+    "pipeline-bubble": ("Pipeline bubble", "%", "Share of a step in which stages wait, were all equally fast."),
+    "peak-memory-bytes": ("Peak memory", "GB", "Since the start, of the rank that writes the record. GB: 1e9 bytes."),
 }
-_SCALES = {"peak-memory-bytes": 1e-9}
+SCALES = {"peak-memory-bytes": 1e-9, "mfu": 100.0, "pipeline-bubble": 100.0}
+# In the table of numbers if they stay as they are.
+_ONLY_IF_CHANGING = frozenset({"skipped-iterations", "batch-size", "pipeline-bubble"})
 # Counters, and what other series say already.
-_NO_FIGURE = re.compile(r"iteration|consumed-.*|seconds-left|data-wait-.*|lm loss validation ppl.*")
-_TIME_PART = re.compile(r"(iteration-)?time[-/ ].+|.+-time")
+_NO_FIGURE = re.compile(
+    r"iteration|consumed-.*|seconds-left|data-wait-.*|tokens-per-second-per-gpu|lm loss validation ppl.*"
+)
+# Of these a step's time is made; `iteration-time/slowest-rank` and the like are the whole of it.
+_TIME_PART = re.compile(r"(?!iteration-time).+-time")
 _LOG_FROM = 100.0
+_FROM_ZERO = frozenset({"tokens/s", "TFLOP/s per GPU", "%", "s", "GB", "steps", "samples"})
 
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
@@ -47,14 +55,18 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     shown_sets = sets if len(sets) > 1 else []
     parts = time_parts(names)
     made = [_figure(runs, "Loss", "nats per token", "Training and validation.", [LOSS, VALIDATION, *shown_sets])]
+    shown = {LOSS, VALIDATION, *sets, *_KNOWN}
     for name, (title, unit, says) in _KNOWN.items():
-        # That nothing was skipped is in the table of numbers.
-        if name == "skipped-iterations" and not any(run.curves[name].largest for run in runs if name in run.curves):
+        extremes = {end for run in runs if (curve := run.curves.get(name)) for end in (curve.smallest, curve.largest)}
+        if name in _ONLY_IF_CHANGING and len(extremes) <= 1:
             continue
-        made.append(_figure(runs, title, unit, says, [name, *parts] if name == "iteration-time" else [name]))
+        members = [name, *(member for member in names if member.startswith(f"{name}/"))]
+        shown.update(members)
+        made.append(_figure(runs, title, unit, says, [*members, *parts] if name == "iteration-time" else members))
+    shown.update(parts)
     rest: dict[str, list[str]] = {}
     for name in names:
-        if name not in (LOSS, VALIDATION, *sets, *parts, *_KNOWN) and not _NO_FIGURE.fullmatch(name):
+        if name not in shown and not _NO_FIGURE.fullmatch(name):
             rest.setdefault(name.split("/")[0], []).append(name)
     made += [_figure(runs, group, "", "", members) for group, members in rest.items()]
     return [dict(figure, id=f"figure-{index}") for index, figure in enumerate(made) if figure["traces"]]
@@ -62,7 +74,7 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
 
 def time_parts(names: Iterable[str]) -> list[str]:
     """Those of `names` that are parts of the time of a step."""
-    return [name for name in names if _TIME_PART.fullmatch(name) and name != "iteration-time"]
+    return [name for name in names if _TIME_PART.fullmatch(name)]
 
 
 def _figure(runs: Sequence[Run], title: str, unit: str, says: str, names: Sequence[str]) -> Figure:
@@ -73,7 +85,7 @@ def _figure(runs: Sequence[Run], title: str, unit: str, says: str, names: Sequen
             curve = run.curves.get(name)
             if curve is None:
                 continue
-            scale = _SCALES.get(name, 1.0)
+            scale = SCALES.get(name.split("/")[0], 1.0)
             iterations, values = curve.points()
             label = name if len(runs) == 1 else f"{run.name} · {name}" if len(names) > 1 else run.name
             traces.append(_trace(label, iterations, values * scale, place if len(runs) > 1 else index, index, name))
@@ -86,7 +98,7 @@ def _figure(runs: Sequence[Run], title: str, unit: str, says: str, names: Sequen
             if curve.not_finite:
                 gaps.append(f"{label}: {curve.not_finite:,} values are not finite and leave gaps.")
     # A rate or an amount is read from 0 on.
-    from_zero = unit in ("tokens/s", "s", "GB", "steps")
+    from_zero = unit in _FROM_ZERO
     wide = not from_zero and smallest > 0 and smallest * _LOG_FROM <= largest < math.inf
     return {
         "title": title,

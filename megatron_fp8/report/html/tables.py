@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fp8.report.console import format_record, format_seconds
-from megatron_fp8.report.html.figures import LOSS, VALIDATION, short, time_parts
+from megatron_fp8.report.html.figures import LOSS, SCALES, VALIDATION, short, time_parts
 from megatron_fp8.report.html.read import Record, Run
 
 _NONE = "-"
@@ -63,9 +63,15 @@ def numbers(runs: Sequence[Run]) -> list[Row]:
         Row("Validation perplexity per token", [_last(run, f"{VALIDATION} ppl") for run in runs]),
         Row("Tokens seen", [_last(run, "consumed-tokens", "{:,.0f}") for run in runs]),
         Row("Throughput, mean, tokens/s", [_mean(run, "tokens-per-second") for run in runs]),
+        Row("Model FLOPs per GPU, mean, TFLOP/s", [_mean(run, "throughput") for run in runs]),
+        Row("Model FLOPs utilisation, mean", [_mean(run, "mfu", "{:.1%}") for run in runs]),
         Row("Time per step, mean, s", [_mean(run, "iteration-time") for run in runs]),
         Row("Waiting for data, mean share of the time", [_mean(run, "data-wait-share", "{:.2%}") for run in runs]),
-        Row("Peak memory, GB (1e9 bytes)", [_largest(run, "peak-memory-bytes", 1e-9) for run in runs]),
+        Row("Pauses for evaluation and checkpoints, s", [_sum(run, "pause-seconds") for run in runs]),
+        Row(
+            "Pipeline bubble, if all stages are equally fast", [_last(run, "pipeline-bubble", "{:.1%}") for run in runs]
+        ),
+        Row("Peak memory, GB (1e9 bytes)", [_peak_memory(run) for run in runs]),
         Row("Skipped steps", [_last(run, "skipped-iterations", "{:,.0f}") for run in runs]),
         Row("Time in all, last start", [_seconds(run) for run in runs]),
     ]
@@ -108,9 +114,16 @@ def _mean(run: Run, name: str, form: str = "") -> str:
     return _text(None if curve is None else curve.mean, form)
 
 
-def _largest(run: Run, name: str, scale: float) -> str:
+def _sum(run: Run, name: str) -> str:
     curve = run.curves.get(name)
-    return _text(None if curve is None or curve.largest is None else curve.largest * scale)
+    return _text(None if curve is None or curve.mean is None else curve.mean * (curve.count - curve.not_finite))
+
+
+def _peak_memory(run: Run) -> str:
+    """Of the rank that needs most, where the record has it."""
+    name = "peak-memory-bytes"
+    curve = run.curves.get(f"{name}/largest", run.curves.get(name))
+    return _text(None if curve is None or curve.largest is None else curve.largest * SCALES[name])
 
 
 def _last_and_best(run: Run, name: str) -> str:
