@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megatron_fp8.report.html.curves import Curve, Keep
+from megatron_fp8.report.html.curves import Curve, Floats, Keep
 from megatron_fp8.report.record import METRICS
 
 Record = dict[str, Any]
@@ -143,22 +143,21 @@ def _take_event(run: Run, record: Record) -> None:
 
 
 def _take_block(run: Run, is_fp8: bool, block: list[Record]) -> None:
+    iterations = np.array([record["iteration"] for record in block], dtype=np.float64)
     for name in dict.fromkeys(itertools.chain.from_iterable(block)):
         if name not in _NOT_A_SERIES:
-            _take_values(run, name, is_fp8, block)
+            _take_values(run, name, is_fp8, iterations, [record.get(name) for record in block])
     block.clear()
 
 
-def _take_values(run: Run, name: str, is_fp8: bool, block: list[Record]) -> None:
-    having = [record for record in block if name in record]
-    column = [record[name] for record in having]
-    iterations = [record["iteration"] for record in having]
+def _take_values(run: Run, name: str, is_fp8: bool, iterations: Floats, column: list[Any]) -> None:
     if not set(map(type, column)) <= {float, int}:
-        pairs = [(at, number(value)) for at, value in zip(iterations, column, strict=True)]
-        iterations, column = [at for at, value in pairs if value is not None], [v for _, v in pairs if v is not None]
+        figures = [number(value) for value in column]
+        iterations = iterations[[figure is not None for figure in figures]]
+        column = [figure for figure in figures if figure is not None]
     curve = (_heat_curve(run, name) if is_fp8 else run.curves.setdefault(name, Curve())) if column else None
     if curve is not None:
-        curve.extend(np.array(iterations, dtype=np.float64), np.array(column, dtype=np.float64))
+        curve.extend(iterations, np.array(column, dtype=np.float64))
 
 
 def _heat_curve(run: Run, name: str) -> Curve | None:
