@@ -35,8 +35,8 @@ _KNOWN = {
     "peak-memory-bytes": ("Peak memory", "GB", "Since the start, of the rank that writes the record. GB: 1e9 bytes."),
 }
 SCALES = {"peak-memory-bytes": 1e-9, "mfu": 100.0, "pipeline-bubble": 100.0}
-# In the table of numbers if they stay as they are.
-_ONLY_IF_CHANGING = frozenset({"skipped-iterations", "batch-size", "pipeline-bubble"})
+# A figure says nothing of these while they stay as they are.
+_ONLY_IF_CHANGING = frozenset({"skipped-iterations", "slowest-rank", "batch-size", "pipeline-bubble"})
 # Counters, and what other series say already.
 _NO_FIGURE = re.compile(
     r"iteration|consumed-.*|seconds-left|data-wait-.*|tokens-per-second-per-gpu|lm loss validation ppl.*"
