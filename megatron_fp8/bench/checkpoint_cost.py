@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import psutil
 import torch
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_fp8.checkpoint.live import LiveState
 
 _POLL_SECONDS = 0.01
+_BLOCK_BYTES = 1 << 20
 
 
 def measure_checkpoints(config: Config, directory: Path, num_rounds: int) -> CheckpointCost:
@@ -35,12 +36,13 @@ def measure_checkpoints(config: Config, directory: Path, num_rounds: int) -> Che
     try:
         run.step()
         subject = _Subject(run.parts.checkpointer.live, directory)
-        rounds = [subject.round(number) for number in range(1, num_rounds + 1)]
+        saves = [subject.save_round(number) for number in range(1, num_rounds + 1)]
+        loads = [subject.load_round(num_rounds) for _ in saves]
         # By itself: looking at memory takes time of its own.
         extra_bytes = subject.extra_bytes(num_rounds + 1)
     finally:
         run.close()
-    times = {name: median(round_[name] for round_ in rounds) for name in rounds[0]}
+    times = {name: median(round_[name] for round_ in rounds) for rounds in (saves, loads) for name in rounds[0]}
     return CheckpointCost(state_bytes=subject.num_bytes, extra_bytes=extra_bytes, **times)
 
 
@@ -51,38 +53,52 @@ class _Subject:
 
         self._live = live
         self._root = directory
+        self._plain = directory / "plain.pt"
         self._directory = CheckpointDirectory(directory / "checkpoints")
         self._writer = CheckpointWriter(self._directory, live)
         self._tensors = [box.data for box in live.tensors_to_save({}).values()]
         self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
 
-    def round(self, number: int) -> dict[str, float]:
-        """Every subject once."""
-        plain, raw = self._root / "plain.pt", self._root / "raw"
-        manifest = Manifest(number, "", {}, self._live.scalars(), {})
+    def save_round(self, number: int) -> dict[str, float]:
+        """Every way to save once."""
         started = time.perf_counter()
-        self._writer.start(manifest)
+        self._writer.start(self._manifest(number))
         hold_up = time.perf_counter() - started
         self._writer.wait()
         save = time.perf_counter() - started
-        copies = [tensor.clone() for tensor in self._tensors]
         found = {
             "hold_up": hold_up,
             "save": save,
-            "torch_save": _seconds(lambda: _write_synced(plain, lambda file: torch.save(copies, file))),
-            "write": _seconds(lambda: _write_synced(raw, lambda file: file.write(bytes(self.num_bytes)))),
-            "load": _seconds(lambda: self._live.load(self._directory.path(number), manifest.counters)),
-            "torch_load": _seconds(lambda: torch.load(plain, weights_only=True)),
+            "torch_save": _seconds(lambda: _write_synced(self._plain, lambda file: torch.save(self._tensors, file))),
+            "write": _seconds(lambda: _write_synced(self._root / "raw", self._write_zeros)),
         }
         self._directory.prune(keep_last=1, retain_interval=None)
         return found
 
+    def load_round(self, number: int) -> dict[str, float]:
+        """Every way to load once, from what round `number` of the saves, the last, has written.
+
+        After all saves: memory that loading leaves to the process would make each fork longer.
+        """
+        counters = self._manifest(number).counters
+        return {
+            "load": _seconds(lambda: self._live.load(self._directory.path(number), counters)),
+            "torch_load": _seconds(lambda: torch.load(self._plain, weights_only=True)),
+        }
+
     def extra_bytes(self, number: int) -> int:
         """Most memory that a save takes beyond that of training."""
         with _PeakMemory() as memory:
-            self._writer.start(Manifest(number, "", {}, self._live.scalars(), {}))
+            self._writer.start(self._manifest(number))
             self._writer.wait()
         return memory.extra_bytes
+
+    def _manifest(self, number: int) -> Manifest:
+        return Manifest(number, "", {}, self._live.scalars(), {})
+
+    def _write_zeros(self, file: BinaryIO) -> None:
+        for start in range(0, self.num_bytes, _BLOCK_BYTES):
+            file.write(bytes(min(_BLOCK_BYTES, self.num_bytes - start)))
 
 
 class _PeakMemory:
