@@ -49,7 +49,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback_last(tiny: Tin
     assert "rank 1 failed" in ended.stderr
     # What was written until then is whole.
     lines = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["event"] for line in lines][-1] in ("train", "validation", "fp8")
+    assert [json.loads(line)["event"] for line in lines][-1] in ("train", "validation", "fp8", "failure")
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_iteration(tiny: Tiny, tmp_path: Path) -> None:

@@ -174,7 +174,8 @@ def test_prompts_of_a_file_are_its_lines(tmp_path) -> None:
 
 
 def test_make_train_ends_with_a_call_that_the_tool_understands() -> None:
-    ended = run(["make", "--dry-run", "train"], ROOT)
+    # The tests may run under `make` themselves.
+    ended = run(["make", "--no-print-directory", "--dry-run", "train"], ROOT)
     assert ended.code == 0, ended.output
     python, program, newest_run, *rest = shlex.split(ended.stdout.splitlines()[-1])
     assert (python, program) == (".venv/bin/python", "tools/generate.py")

@@ -24,13 +24,13 @@ OUTLIER = 3e5
 
 
 class Records:
-    """A sink that keeps what it is given."""
+    """A sink that keeps what it is given, but for the time."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
 
     def write(self, record: Any) -> None:
-        self.records.append(dict(record))
+        self.records.append({name: value for name, value in record.items() if name != "time"})
 
     def close(self) -> None:
         pass
