@@ -18,7 +18,7 @@ from tests.small_run import VOCAB_SIZE, small_config
 
 STEPS_BEFORE, STEPS = 3, 6
 # What a run records of time and of this machine.
-_NOT_COMPARED = frozenset(
+NOT_COMPARED = frozenset(
     {
         "iteration-time",
         "tokens-per-second",
@@ -73,7 +73,7 @@ class Trained:
     def series(self, after: int = 0) -> list[dict[str, Any]]:
         """What was recorded of steps after `after`, without times."""
         return [
-            {name: value for name, value in record.items() if name not in _NOT_COMPARED}
+            {name: value for name, value in record.items() if name not in NOT_COMPARED}
             for record in self.records
             if record["event"] in _SERIES and record["iteration"] > after
         ]

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import damage
+from tests.checkpoint.training import NOT_COMPARED
 from tests.e2e.conftest import TRAIN_ITERS, Tiny
 from tests.e2e.launch import PRETRAIN, Ended, run, torchrun
 
@@ -49,26 +50,6 @@ if __name__ == "__main__":
         time.sleep(0.01)
     sys.exit(code)
 """
-# Of a step, and nothing of time or of this machine.
-NOT_COMPARED = {
-    *(
-        "iteration-time",
-        "tokens-per-second",
-        "seconds-left",
-        "data-wait-seconds",
-        "data-wait-share",
-        "peak-memory-bytes",
-        "peak-memory-bytes/largest",
-        "tokens-per-second-per-gpu",
-        "throughput",
-        "iteration-time/fastest-rank",
-        "iteration-time/slowest-rank",
-        "slowest-rank",
-        "pause-seconds",
-    ),
-    "seconds",
-    "time",
-}
 OVERRIDES = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
 
 

@@ -40,10 +40,11 @@ def test_a_run_that_waits_for_data_says_so() -> None:
     assert "waits" not in format_record({"event": "train", **TRAIN, "data-wait-share": 0.009}, 40)
 
 
-def test_a_recorder_without_sinks_is_silent() -> None:
+def test_a_recorder_without_sinks_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder([])
     recorder.write("train", TRAIN)
     recorder.close()
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
