@@ -26,6 +26,7 @@ from wandb.sdk.lib.runid import generate_id
 from wandb.sdk.wandb_alerts import AlertLevel
 
 from megatron_fp8.config.schema import LoggingConfig
+from megatron_fp8.report.events import Level, event_level, event_line, event_title
 from megatron_fp8.report.layer_maps import layer_maps
 from megatron_fp8.report.record import Value
 from megatron_fp8.report.series import series_of
@@ -35,7 +36,9 @@ ID_FILE = "wandb_id.txt"
 _MOST_SECONDS_TO_START = 30.0
 # The run is over; what was not uploaded by then can be, later.
 _MOST_SECONDS_TO_FINISH = 300.0
-_ALERT_PAUSE_SECONDS = 0
+# wandb takes no longer title, and drops an alert with the title of one from less than a minute ago.
+_MOST_TITLE_CHARS = 63
+_ALERT_LEVELS = {Level.WARNING: AlertLevel.WARN, Level.ERROR: AlertLevel.ERROR}
 
 
 @dataclass(frozen=True)
@@ -97,13 +100,13 @@ class WandbSink:
             self._run.config.update({"start": texts}, allow_val_change=True)
         elif event in ("ready", "end"):
             self._run.summary.update({key: value for key, value in record.items() if key not in ("event", "time")})
-        elif event == "fp8-fallback":
-            self._alert(record, "FP8 fallback", AlertLevel.WARN)
         elif event == "failure":
             self._failed = True
-            self._alert(record, str(record["kind"]), AlertLevel.ERROR)
         elif event == "checkpoint":
             self._reference(record)
+        level = event_level(record)
+        if level > Level.INFO:
+            self._alert(record, _ALERT_LEVELS[level])
         series = series_of(record)
         if series is not None:
             self._log(*series, float(record.get("time") or time.time()))
@@ -121,12 +124,11 @@ class WandbSink:
         maps = {name: _map(row) for name, row in layer_maps(values, self._num_layers).items()}
         self._run.log({**values, **maps, "_timestamp": seconds}, step=self._step)
 
-    def _alert(self, record: Mapping[str, Value], title: str, level: AlertLevel) -> None:
+    def _alert(self, record: Mapping[str, Value], level: AlertLevel) -> None:
         # What wandb is told again, of a record from earlier, nobody needs to be woken for.
         if float(record.get("time") or 0.0) < math.floor(self._opened):
             return
-        text = "\n".join(f"{key}: {value}" for key, value in record.items() if key not in ("event", "time"))
-        self._run.alert(title=title, text=text, level=level, wait_duration=_ALERT_PAUSE_SECONDS)
+        self._run.alert(event_title(record)[:_MOST_TITLE_CHARS], event_line(record), level=level)
 
     def _reference(self, record: Mapping[str, Value]) -> None:
         """The checkpoint as an artifact that points to its files; none is read or uploaded."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_fp8.report.console import ConsoleSink, format_record, format_seconds
+from megatron_fp8.report.console import ConsoleSink, format_record
+from megatron_fp8.report.durations import format_seconds
 from megatron_fp8.report.record import JsonLines, Recorder, drop_records_after
 
 TRAIN = {

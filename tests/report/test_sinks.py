@@ -203,8 +203,12 @@ def test_wandb_is_told_what_the_run_is_and_what_goes_wrong(tmp_path: Path) -> No
     told = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert told["model"]["hidden_size"] == 64
     assert [(alert.alert.title, alert.alert.level) for alert in kinds["alert"]] == [
-        ("FP8 fallback", "WARN"),
-        ("NonFiniteError", "ERROR"),
+        ("FP8 fallback: layer 3", "WARN"),
+        ("Run failed: NonFiniteError", "ERROR"),
+    ]
+    assert [alert.alert.text for alert in kinds["alert"]] == [
+        "iteration 1 | layer 3 runs in bf16 from now on: t q 1 > 0",
+        "failed: NonFiniteError: grad-norm is nan",
     ]
     (artifact,) = kinds["artifact"]
     assert artifact.artifact.type == "model"

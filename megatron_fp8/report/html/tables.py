@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fp8.report.console import format_record, format_seconds
+from megatron_fp8.report.durations import format_seconds
+from megatron_fp8.report.events import event_level, event_text
 from megatron_fp8.report.html.figures import LOSS, SCALES, VALIDATION, short, time_parts
 from megatron_fp8.report.html.read import Record, Run
 
@@ -21,7 +22,6 @@ _YEAR_3000 = 32503680000
 _CHART = "precision chart"
 _CHART_ROW = re.compile(r"  (?P<tensor>\S.*?) {2,}(?P<size>\S+) B per (?P<per>.+?), (?P<format>.+)")
 _NOT_TEXT = ("event", "iteration", "time")
-_KNOWN_EVENTS = frozenset({"ready", "resume", "checkpoint", "fp8-fallback", "end"})
 
 
 @dataclass(frozen=True)
@@ -152,18 +152,28 @@ def environment(runs: Sequence[Run]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Event:
-    """An event as texts; `iteration` and `time` (UTC) are empty where the record has none."""
+    """An event as texts; `iteration` and `time` (UTC) are empty where the record has none.
+
+    `level`: info, warning or error.
+    """
 
     iteration: str
     time: str
     kind: str
+    level: str
     text: str
 
 
 def events(run: Run) -> list[Event]:
     """The events in the order of the record."""
     return [
-        Event(str(event.get("iteration", "")), _utc(event.get("time")), event["event"], _event_text(event))
+        Event(
+            str(event.get("iteration", "")),
+            _utc(event.get("time")),
+            event["event"],
+            event_level(event).name.lower(),
+            _event_text(event),
+        )
         for event in run.events
     ]
 
@@ -180,16 +190,8 @@ def events_left_out(run: Run) -> int:
 
 
 def _event_text(event: Record) -> str:
-    if event["event"] == "start":
-        return str(event.get("device", ""))
-    plain = " | ".join(f"{key} {value}" for key, value in event.items() if key not in _NOT_TEXT)
-    if event["event"] not in _KNOWN_EVENTS:
-        return plain
-    try:
-        return format_record(event, int(event.get("iteration") or 0))
-    except (KeyError, TypeError, ValueError):
-        # Of another version, with other keys.
-        return plain
+    # The rest of what a start says is a section of its own.
+    return str(event.get("device", "")) if event["event"] == "start" else event_text(event)
 
 
 def chart(run: Run) -> tuple[list[tuple[str, list[dict[str, str]]]], str]:

@@ -1,0 +1,136 @@
+"""Owns what people are told of a record that is no measurement: how serious it is, its title, its words.
+
+The console, the report's table of events and wandb's alerts all take it from here. A kind without a row in the table is
+shown all the same, as information and with all its keys. Must not know where it is shown. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from megatron_fp8.report.durations import format_seconds
+from megatron_fp8.report.record import Value
+
+Record = Mapping[str, Value]
+
+# Their numbers are series; how they are told is the console's matter.
+MEASUREMENTS = frozenset({"train", "validation", "fp8", "fp8-check"})
+
+
+class Level(IntEnum):
+    """How serious an event is. From a warning on people are alerted."""
+
+    INFO = 0
+    WARNING = 1
+    ERROR = 2
+
+
+@dataclass(frozen=True)
+class EventKind:
+    """`title`: of an alert. `text`: says the event, with the record's keys in braces; None: all keys and values.
+
+    Both without the iteration, which is told beside them, unless `says_iteration`.
+    """
+
+    level: Level = Level.INFO
+    title: str = ""
+    text: str | Callable[[Record], str] | None = None
+    says_iteration: bool = False
+
+
+def _start(record: Record) -> str:
+    return "\n".join(f"{key}: {value}" for key, value in record.items() if key not in ("event", "time"))
+
+
+def _resume(record: Record) -> str:
+    text = f"resumed from {record['checkpoint']} at iteration {record['iteration']}"
+    text += ", weights only" if record["weights only"] else ""
+    return text + (f" | {record['notes']}" if record.get("notes") else "")
+
+
+def _checkpoint(record: Record) -> str:
+    megabytes = float(record["bytes"] or 0) / 1e6
+    text = f"checkpoint {record['path']} | {megabytes:,.1f} MB in {float(record['seconds'] or 0.0):.1f} s"
+    text += f", training waited {float(record['hold-up-seconds'] or 0.0):.2f} s"
+    return text + (f" | removed {record['removed']}" if record["removed"] else "")
+
+
+def _fallback(record: Record) -> str:
+    text = f"layer {record['layer']} runs in {record['runs in']} from now on"
+    if record["runs in"] == "bf16":
+        text += f": {record['tensor']} {record['quantity']} {record['value']:.3g} > {record['limit']:.3g}"
+    return text
+
+
+def _end(record: Record) -> str:
+    stopped = record.get("stopped")
+    text = f"{'finished' if stopped is None else 'stopped after'} {record['iteration']} iterations"
+    text += f" in {format_seconds(float(record['seconds'] or 0.0))}"
+    if stopped is not None:
+        text += f" because of {stopped} (--resume goes on)"
+    first, last = record["lm loss validation at start"], record["lm loss validation"]
+    if isinstance(first, float) and isinstance(last, float):
+        text += f" | lm loss validation {first:.4f} -> {last:.4f} ({last - first:+.4f} nats)"
+    elif isinstance(first, float):
+        text += f" | lm loss validation {first:.4f} at the start, none since"
+    return text
+
+
+EVENTS: Mapping[str, EventKind] = {
+    "start": EventKind(text=_start),
+    "ready": EventKind(text="first step after {seconds-to-first-step:.1f} s"),
+    "resume": EventKind(text=_resume, says_iteration=True),
+    "checkpoint": EventKind(text=_checkpoint, says_iteration=True),
+    "end": EventKind(text=_end, says_iteration=True),
+    "fp8-fallback": EventKind(Level.WARNING, "FP8 fallback: layer {layer}", _fallback),
+    "spike": EventKind(Level.WARNING, "Loss spike"),
+    "skip": EventKind(Level.WARNING, "Data skipped"),
+    "rewind": EventKind(Level.WARNING, "Run rewound"),
+    "hang": EventKind(Level.ERROR, "Run hangs"),
+    "replica": EventKind(Level.ERROR, "Replicas differ"),
+    "failure": EventKind(Level.ERROR, "Run failed: {kind}", "failed: {kind}: {error}"),
+}
+
+
+def event_level(record: Record) -> Level:
+    """How serious a record is; measurements and unknown kinds are information."""
+    return _kind(record).level
+
+
+def event_title(record: Record) -> str:
+    """The title of an alert."""
+    return _told(_kind(record).title, record) or str(record["event"])
+
+
+def event_text(record: Record) -> str:
+    """What an event says, without its iteration."""
+    text = _kind(record).text
+    told = None if text is None else _told(text, record)
+    return told or " | ".join([str(record["event"]), *all_values(record)])
+
+
+def event_line(record: Record) -> str:
+    """What an event says, as a line of its own: after the iteration, where it has one."""
+    iteration = record.get("iteration")
+    if iteration is None or _kind(record).says_iteration:
+        return event_text(record)
+    return f"iteration {iteration} | {event_text(record)}"
+
+
+def all_values(record: Record) -> list[str]:
+    """A record's keys with their values, but its kind, time and iteration."""
+    return [f"{key} {value}" for key, value in record.items() if key not in ("event", "time", "iteration")]
+
+
+def _kind(record: Record) -> EventKind:
+    return EVENTS.get(str(record["event"]), EventKind())
+
+
+def _told(text: str | Callable[[Record], str], record: Record) -> str | None:
+    """The words, or None for a record of another version, which has other keys."""
+    try:
+        return text.format_map(record) if isinstance(text, str) else text(record)
+    except (KeyError, TypeError, ValueError):
+        return None
