@@ -6,13 +6,14 @@ checkpoint is a mistake, never a reason to start from random weights. Imports no
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_fp8.checkpoint.directory import TRACKER, CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, damage, read_manifest
 from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.schema import Config
-from megatron_fp8.config.start import Resume, Start
+from megatron_fp8.config.start import START, Position, Resume, Start
 
 CHECKPOINTS = "checkpoints"
 
@@ -36,8 +37,7 @@ def choose_start(config: Config, resume: Resume | None) -> Start:
     else:
         checkpoint = directory
         _require_whole(checkpoint, "checkpoint.load", settings.load, None)
-    saved = read_manifest(checkpoint).config
-    return Start(checkpoint=checkpoint, saved_config=saved, weights_only=settings.load_weights_only)
+    return start_from(Start(weights_only=settings.load_weights_only), checkpoint)
 
 
 def _resume(config: Config, resume: Resume) -> Start:
@@ -52,7 +52,7 @@ def _resume(config: Config, resume: Resume) -> Start:
         raise _mistake("run.name", config.run.name, reason, "the name of a run that has one; or leave --resume out")
     if resume == "latest":
         checkpoint = _pick(directory, config.checkpoint.ckpt_step, "run.name", config.run.name)
-        return Start(run_directory, checkpoint, read_manifest(checkpoint).config)
+        return start_from(Start(run_directory), checkpoint)
     newest = directory.newest_whole(contents=False)
     if newest is None:
         reason = f"every checkpoint in {directory.root} is damaged"
@@ -60,9 +60,16 @@ def _resume(config: Config, resume: Resume) -> Start:
     notes = []
     if newest != directory.iterations()[-1] or newest != _tracked(directory):
         notes.append(f"taking iteration {newest}, the newest whole checkpoint; {TRACKER} says {_tracked(directory)}")
-    checkpoint = directory.path(newest)
-    saved = read_manifest(checkpoint).config
-    return Start(run_directory, checkpoint, saved, may_fall_back=True, notes=tuple(notes))
+    return start_from(Start(run_directory, may_fall_back=True, notes=tuple(notes)), directory.path(newest))
+
+
+def start_from(start: Start, checkpoint: Path) -> Start:
+    """`start` from that checkpoint, whose manifest is read."""
+    manifest = read_manifest(checkpoint)
+    position = START
+    if not start.weights_only:
+        position = Position(manifest.iteration, int(manifest.counters["consumed_samples"]))
+    return replace(start, checkpoint=checkpoint, saved_config=manifest.config, position=position)
 
 
 def _tracked(directory: CheckpointDirectory) -> int | None:

@@ -1,7 +1,6 @@
 """Owns what the ranks of a job do together with files: one acts and all learn how it went, or each takes a share."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,10 @@ import torch
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import CheckpointError, damage
+from megatron_fp8.checkpoint.start import start_from
+from megatron_fp8.config.length import samples_needed
 from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.config.schema import Config
 from megatron_fp8.config.start import Start
 
 
@@ -29,10 +31,11 @@ def on_rank_0(action: Callable[[], Any], device: torch.device) -> None:
         raise CheckpointError("rank 0 could not do its part of the checkpoint; its own error says why")
 
 
-def whole_start(start: Start) -> tuple[Start, list[str]]:
+def whole_start(start: Start, config: Config) -> tuple[Start, list[str]]:
     """`start` with a checkpoint whose every byte is as written, and what a person should know. Collective.
 
-    An older checkpoint takes the place of a damaged one where the start allows it. Raises BadInputError otherwise.
+    An older checkpoint takes the place of a damaged one where the start allows it. Raises BadInputError otherwise, and
+    where the length of the run, which was derived for the damaged one, would be another.
     """
     notes: list[str] = []
     while start.checkpoint is not None:
@@ -49,8 +52,20 @@ def whole_start(start: Start) -> tuple[Start, list[str]]:
         if older is None:
             raise BadInputError(f"{found}\n    no older checkpoint in {directory.root} is whole")
         notes.append(f"{found}; taking iteration {older} instead")
-        start = replace(start, checkpoint=directory.path(older))
+        chosen = start_from(start, directory.path(older))
+        if _length_by_samples(config, chosen) != _length_by_samples(config, start):
+            use = f"--resume with checkpoint.ckpt_step={older}"
+            raise BadInputError(f"{found}\n    steps had another size before iteration {iteration}\n    use: {use}")
+        start = chosen
     return start, notes
+
+
+def _length_by_samples(config: Config, start: Start) -> int | None:
+    """The samples of the whole run, where these and not the steps say how long it is."""
+    training = config.training
+    if training.train_samples is None and training.train_epochs is None:
+        return None
+    return samples_needed(training, start.position)
 
 
 def damage_by_all_ranks(checkpoint: Path) -> list[str]:

@@ -18,6 +18,7 @@ from megatron_fp8.config.rules_optimizer import check_optimizer
 from megatron_fp8.config.rules_parallel import check_parallel
 from megatron_fp8.config.rules_precision import check_precision
 from megatron_fp8.config.schema import Config
+from megatron_fp8.config.start import START, Position
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,14 @@ def all_findings(facts: Facts) -> Iterator[Finding]:
     yield from check_logging(facts)
 
 
-def check_config(loaded: LoadedConfig, world_size: int | None, vocab_size: int | None) -> list[Problem]:
+def check_config(
+    loaded: LoadedConfig, world_size: int | None, vocab_size: int | None, position: Position = START
+) -> list[Problem]:
     """Every mistake of a config on `world_size` ranks with a tokenizer of `vocab_size` tokens.
 
-    None: not known; what depends on it is left unchecked. Files are not opened.
+    None: not known; what depends on it is left unchecked. `position`: where the run goes on. Files are not opened.
     """
-    facts = Facts(loaded.config, world_size, vocab_size)
+    facts = Facts(loaded.config, world_size, vocab_size, position)
     origins = {**loaded.origins, WORLD_SIZE: "the number of processes"}
     return [to_problem(finding, facts, all_findings, origins) for finding in all_findings(facts)]
 

@@ -143,14 +143,14 @@ def _check(
 ) -> tuple[Command, Layout | None]:
     """The command and its layout (None without a world size). Raises ConfigError with every mistake."""
     report = check_data(loaded.config)
-    loaded, problems = resolve_length(loaded, report.epoch_samples)
-    problems += check_config(loaded, world_size, report.vocab_size)
-    problems += [_with_origin(problem, loaded) for problem in report.problems]
-    problems += of_environment
-    try:
-        start = _start(loaded.config, choose_start)
-    except ConfigError as error:
-        problems += [_with_origin(problem, loaded) for problem in error.problems]
+    start, mistakes_of_start = _chosen(choose_start)
+    loaded, problems = resolve_length(loaded, report.epoch_samples, start.position)
+    problems += check_config(loaded, world_size, report.vocab_size, start.position)
+    problems += [*report.problems, *of_environment, *mistakes_of_start]
+    if not mistakes_of_start:
+        start, mistakes_of_start = _ready(loaded.config, start)
+        problems += mistakes_of_start
+    problems = [_with_origin(problem, loaded) for problem in problems]
     if problems:
         raise ConfigError.from_problems(problems)
     # No problem, so a tokenizer was read.
@@ -160,9 +160,16 @@ def _check(
     return command, layout
 
 
-def _start(config: Config, choose_start: Callable[[], Start]) -> Start:
-    """What the run starts from, with a directory to write into. Raises ConfigError with every mistake."""
-    start = choose_start()
+def _chosen(choose_start: Callable[[], Start]) -> tuple[Start, list[Problem]]:
+    """What the run starts from, or what is wrong with that."""
+    try:
+        return choose_start(), []
+    except ConfigError as error:
+        return Start(), list(error.problems)
+
+
+def _ready(config: Config, start: Start) -> tuple[Start, list[Problem]]:
+    """`start` with a directory to write into and what a person should know, and what is wrong with it for `config`."""
     notes: list[str] = []
     problems: list[Problem] = []
     if start.saved_config is not None:
@@ -174,9 +181,7 @@ def _start(config: Config, choose_start: Callable[[], Start]) -> Start:
             reopen_run_directory(start.run_directory)
     except ConfigError as error:
         problems += error.problems
-    if problems:
-        raise ConfigError.from_problems(problems)
-    return replace(start, notes=(*start.notes, *notes))
+    return replace(start, notes=(*start.notes, *notes)), problems
 
 
 def _with_origin(problem: Problem, loaded: LoadedConfig) -> Problem:

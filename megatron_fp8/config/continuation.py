@@ -2,8 +2,7 @@
 
 Three kinds of keys: those that make it another model or other data order, which are refused; those of the schedule,
 which are refused unless the config says that it means them; and those that may change, the interesting ones of which
-are mentioned. The batch may grow where the run's length is given in steps: all else that goes by samples is derived
-from steps of one size. Imports no torch.
+are mentioned. Imports no torch.
 """
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ _SILENT = (
     "training.train_samples",
     "training.train_epochs",
 )
-_BATCH = "training.global_batch_size"
 _REMARKS = {
-    _BATCH: "the samples come in the same order, more or fewer of them in a step",
+    "training.global_batch_size": "the samples come in the same order, more or fewer of them in a step",
     **dict.fromkeys(
         ("data.train_data_path", "data.data_path", "data.split"),
         "the position in the data is counted in samples, whatever they are now",
@@ -67,8 +65,6 @@ def compare_with_saved(config: Config, saved_text: str, weights_only: bool = Fal
                 f"the checkpoint was made with {show_value(before)}: it is another model, or another order of samples"
             )
             problems.append(Problem(key, now, reason, f"{key}={show_value(before)}"))
-        elif key == _BATCH and (problem := _problem_of_batch(config, now, before)) is not None:
-            problems.append(problem)
         elif key.startswith(_OF_SCHEDULE) and not config.checkpoint.override_opt_param_scheduler:
             use = f"{key}={show_value(before)}, or checkpoint.override_opt_param_scheduler=true"
             problems.append(Problem(key, now, f"the checkpoint was made with {show_value(before)}", use))
@@ -76,24 +72,6 @@ def compare_with_saved(config: Config, saved_text: str, weights_only: bool = Fal
             remark = f": {_REMARKS[key]}" if key in _REMARKS else ""
             notes.append(f"{key} is {show_value(now)}, was {show_value(before)}{remark}")
     return problems, notes
-
-
-def _problem_of_batch(config: Config, now: int, before: int) -> Problem | None:
-    """Why a run cannot go on with batches of another size, if so."""
-    training = config.training
-    by_samples = [name for name in ("train_samples", "train_epochs") if getattr(training, name) is not None]
-    if by_samples:
-        key = f"training.{by_samples[0]}"
-        reason = f"{key} says how long the run is, and its steps so far were of {before} samples"
-        use = f"{_BATCH}={before}; or the length in steps: training.train_iters=N {key}=null"
-    elif now < before:
-        reason = (
-            f"the steps so far took {before} samples each: the samples of as many smaller steps are used up by then"
-        )
-        use = f"{_BATCH}={before} or more"
-    else:
-        return None
-    return Problem(_BATCH, now, reason, f"{use}; or checkpoint.load_weights_only=true in a new run")
 
 
 def _is_fixed(key: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_fp8.config.fields import config_fields
 from megatron_fp8.config.problem import Problem, show_value
 from megatron_fp8.config.schema import Config
+from megatron_fp8.config.start import START, Position
 
 WORLD_SIZE = "world_size"
 MOST_CANDIDATES = 64
@@ -26,12 +27,13 @@ MOST_STEPS_TRIED = 8
 class Facts:
     """A config and what is known about its surroundings; None: not known (yet).
 
-    `vocab_size`: tokens of the tokenizer, before padding.
+    `vocab_size`: tokens of the tokenizer, before padding. `position`: where the run goes on.
     """
 
     config: Config
     world_size: int | None
     vocab_size: int | None
+    position: Position = START
 
     def get(self, key: str) -> Any:
         """The value of a dotted key, or the world size."""

@@ -9,28 +9,49 @@ from dataclasses import replace
 
 from megatron_fp8.config.load import LoadedConfig
 from megatron_fp8.config.problem import Problem
+from megatron_fp8.config.schema import TrainingConfig
+from megatron_fp8.config.start import START, Position
 
 TRAIN_ITERS = "training.train_iters"
 
 
-def resolve_length(loaded: LoadedConfig, epoch_samples: int | None) -> tuple[LoadedConfig, list[Problem]]:
+def samples_needed(training: TrainingConfig, position: Position) -> int:
+    """How many samples of its order a run takes from the start to its end, when it goes on at `position`.
+
+    Steps before it may have been of another size.
+    """
+    return position.consumed_samples + (training.train_iters - position.iteration) * training.global_batch_size
+
+
+def resolve_length(
+    loaded: LoadedConfig, epoch_samples: int | None, position: Position = START
+) -> tuple[LoadedConfig, list[Problem]]:
     """The config with `train_iters` from `train_samples` or `train_epochs`, and what contradicts it.
 
-    `epoch_samples`: the samples of `train_epochs` epochs; None: not known (the files have mistakes of their own). Both
-    keys may be set where they say the same, as they do in the config that a run leaves in its directory. A length that
-    cannot be derived leaves `train_iters` as it is.
+    `epoch_samples`: the samples of `train_epochs` epochs; None: not known (the files have mistakes of their own).
+    `position`: where the run goes on; the steps before it may have been of another size. Both keys may be set where
+    they say the same, as they do in the config that a run leaves in its directory. A length that cannot be derived
+    leaves `train_iters` as it is.
     """
     training = loaded.config.training
     batch = training.global_batch_size
-    if training.train_samples is not None and training.train_samples % batch == 0:
-        key, iterations = "training.train_samples", training.train_samples // batch
-    elif training.train_samples is None and training.train_epochs is not None and epoch_samples is not None:
-        key, iterations = "training.train_epochs", epoch_samples // batch
+    samples = epoch_samples if training.train_samples is None else training.train_samples
+    if training.train_samples is not None:
+        key = "training.train_samples"
+    elif training.train_epochs is not None:
+        key = "training.train_epochs"
     else:
         return loaded, []
+    if samples is None:
+        return loaded, []
+    left = max(samples - position.consumed_samples, 0)
+    if training.train_samples is not None and left % batch:
+        # Steps are whole: a rule says so.
+        return loaded, []
+    iterations = position.iteration + left // batch
     value = loaded.config.training.train_samples or loaded.config.training.train_epochs
     if iterations == 0:
-        reason = f"it is {epoch_samples} samples, and a step takes training.global_batch_size={batch}"
+        reason = f"it is {samples} samples, and a step takes training.global_batch_size={batch}"
         return loaded, [Problem(key, value, reason, "more of them, more text, or a smaller batch")]
     if training.train_iters not in (0, iterations):
         reason = f"{key}={value} says how long the run is, {iterations} steps"

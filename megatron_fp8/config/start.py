@@ -11,18 +11,30 @@ Resume = Literal["latest", "auto"]
 
 
 @dataclass(frozen=True)
+class Position:
+    """How far a run has come: optimizer steps, and the samples that they consumed."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+
+
+START = Position()
+
+
+@dataclass(frozen=True)
 class Start:
     """What a run starts from.
 
     `run_directory`: of the run that is continued; None: a new one. `checkpoint`: the directory of a whole checkpoint;
     None: initial weights. `saved_config`: the config that it was made with, as YAML. `weights_only`: nothing but its
-    weights is taken. `may_fall_back`: an older checkpoint will do when this one turns out to be damaged. `notes`: what
-    a person should know.
+    weights is taken. `position`: where in its steps and samples the run goes on. `may_fall_back`: an older checkpoint
+    will do when this one turns out to be damaged. `notes`: what a person should know.
     """
 
     run_directory: Path | None = None
     checkpoint: Path | None = None
     saved_config: str | None = None
     weights_only: bool = False
+    position: Position = START
     may_fall_back: bool = False
     notes: tuple[str, ...] = ()

@@ -18,8 +18,10 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split as MegatronSplit
 from torch.utils.data import Dataset
 
+from megatron_fp8.config.length import samples_needed
 from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.schema import Config
+from megatron_fp8.config.start import START, Position
 from megatron_fp8.data.blend import Blend
 from megatron_fp8.data.compiled_helpers import HelpersError, compiled_helpers
 from megatron_fp8.data.index_cache import Key, build_cached, cache_key
@@ -47,7 +49,7 @@ class Datasets:
     train: Dataset[Sample] | None
     valid: tuple[ValidationSet, ...]
     num_train_samples: int
-    """train_iters x global_batch_size."""
+    """From the start of the order to the run's end: train_iters x global_batch_size, where that never changed."""
 
 
 class MegatronTokenizer:
@@ -109,8 +111,10 @@ class BlendedSamples(Dataset[Sample]):
         return file[sample]
 
 
-def build_datasets(config: Config, tokenizer: Tokenizer, reads_data: bool = True) -> Datasets:
-    """The datasets of a run.
+def build_datasets(
+    config: Config, tokenizer: Tokenizer, reads_data: bool = True, position: Position = START
+) -> Datasets:
+    """The datasets of a run that goes on at `position`.
 
     With torch.distributed initialised every rank must call this: one rank of each disk builds the indices while the
     others wait. `reads_data`: whether this rank reads samples (rank 0 has to).
@@ -119,7 +123,7 @@ def build_datasets(config: Config, tokenizer: Tokenizer, reads_data: bool = True
     IndexCacheError for indices that cannot be built or kept, TokenFileError for a broken token file.
     """
     training = config.training
-    draws = _draws(config)
+    draws = _draws(config, samples_needed(training, position))
     prefixes = sorted({prefix for draw in draws for prefix in draw.blend.prefixes})
     if reads_data:
         # By every rank that reads, and not by the builder alone: each then reports a broken file of its own.
@@ -159,12 +163,12 @@ class _Draw:
     num_samples: int
 
 
-def _draws(config: Config) -> list[_Draw]:
+def _draws(config: Config, num_train_samples: int) -> list[_Draw]:
     """What is drawn in a shuffled order: training, then each validation set."""
     training = config.training
     try:
         compiled_helpers()
-        draws = [_Draw("train", train_blend(config.data), training.train_iters * training.global_batch_size)]
+        draws = [_Draw("train", train_blend(config.data), num_train_samples)]
         if training.eval_iters == 0:
             return draws
         valid = valid_blend(config.data)

@@ -66,7 +66,7 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float) -> Jo
 
     init_process_group(device.backend(config.parallel.distributed_backend), config.parallel.distributed_timeout_minutes)
     layout = derive_layout(config, torch.distributed.get_world_size(), vocab_size)
-    start, notes = whole_start(start)
+    start, notes = whole_start(start, config)
     with ExitStack() as stack:
         run_directory, recorder = _open_run(config, start)
         if run_directory is not None:
@@ -76,7 +76,7 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float) -> Jo
         stack.push(partial(_record_failure, recorder))
         checkpoints = _checkpoint_directory(config, run_directory)
         parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder, checkpoints)
-        datasets = build_datasets(config, Tokenizer.of(config.data), reads_data=parts.reads_data)
+        datasets = build_datasets(config, Tokenizer.of(config.data), parts.reads_data, start.position)
         recorder.write("start", _description(config, layout, device, run_directory))
         progress = None
         if start.checkpoint is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from megatron_fp8.checkpoint.start import choose_start
 from megatron_fp8.config.check import DataReport
 from megatron_fp8.config.cli import Command, parse_command_line
 from megatron_fp8.config.dump import dump_config
+from megatron_fp8.config.length import samples_needed
 from megatron_fp8.config.problem import BadInputError, ConfigError
 from megatron_fp8.config.schema import Config
-from megatron_fp8.config.start import Start
+from megatron_fp8.config.start import Position, Start
 from tests.checkpoint.training import checkpoint_config, save_on_this_rank
 from tests.ranks import run_on_ranks
 from tests.small_run import VOCAB_SIZE
@@ -89,13 +91,13 @@ def test_a_file_that_is_missing_or_short_is_named_with_what_to_use_instead(runs:
     assert any("taking iteration 2" in note for note in start.notes)
 
 
-def whole_starts(starts: list[Start]) -> list[Any]:
+def whole_starts(config: Config, starts: list[Start]) -> list[Any]:
     from megatron_fp8.checkpoint.together import whole_start
 
     results: list[Any] = []
     for start in starts:
         try:
-            results.append(whole_start(start))
+            results.append(whole_start(start, config))
         except BadInputError as error:
             results.append(str(error))
     return results
@@ -120,7 +122,7 @@ def test_a_flipped_bit_in_any_file_is_found_by_all_ranks_together(runs: Path, tm
     shutil.copytree(paths[0].parent, other)
     refused.append(choose_start(make_config(tmp_path, load=str(other)), None))
     paths.append(other / paths[0].name)
-    for results in run_on_ranks(2, whole_starts, refused + taken):
+    for results in run_on_ranks(2, whole_starts, make_config(runs), refused + taken):
         for path, text in zip(paths, results[: len(refused)], strict=True):
             assert f"{path} is not what was written" in text
         assert all("checkpoint.ckpt_step=2, or --resume=auto" in text for text in results[: len(refused) - 1])
@@ -142,8 +144,6 @@ def test_every_bit_of_a_manifest_counts(runs: Path) -> None:
 
 
 def test_a_manifest_of_a_newer_format_is_refused_by_that_name(runs: Path) -> None:
-    from dataclasses import replace
-
     from megatron_fp8.checkpoint.manifest import write_manifest
 
     path = checkpoints(runs).path(3)
@@ -178,9 +178,10 @@ def test_the_step_that_is_asked_for_is_taken(runs: Path) -> None:
 @pytest.mark.parametrize("inside", ["small", "small/checkpoints", "small/checkpoints/iter_0000003"])
 def test_a_checkpoint_is_loaded_from_any_path_that_means_it(runs: Path, inside: str) -> None:
     start = choose_start(make_config(runs, load=str(runs / inside)), None)
-    assert start == Start(
-        checkpoint=checkpoints(runs).path(3), saved_config=read_manifest(checkpoints(runs).path(3)).config
-    )
+    saved = read_manifest(checkpoints(runs).path(3)).config
+    assert start == Start(checkpoint=checkpoints(runs).path(3), saved_config=saved, position=Position(3, 24))
+    weights = choose_start(make_config(runs, load=str(runs / inside), load_weights_only=True), None)
+    assert weights == replace(start, weights_only=True, position=Position())
 
 
 @pytest.mark.parametrize("inside", ["nowhere", ".", "small/checkpoints/iter_0000007", "small/metrics.jsonl"])
@@ -261,23 +262,31 @@ def test_what_may_change_is_mentioned(runs: Path) -> None:
         assert any(note.startswith(argument.split("=")[0]) for note in notes)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "use"),
-    [
-        (("training.global_batch_size=2",), "use: training.global_batch_size=4 or more"),
-        (
-            ("training.global_batch_size=8", "training.train_iters=0", "training.train_samples=160"),
-            "training.train_iters=N training.train_samples=null",
-        ),
-    ],
-)
-def test_a_batch_that_would_end_the_samples_too_soon_or_too_late_is_refused(
-    arguments: tuple[str, ...], use: str, runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("batch", [2, 4, 8])
+def test_a_run_whose_length_is_in_samples_goes_on_with_another_batch(runs: Path, batch: int) -> None:
+    """The checkpoint is of three steps of 8 samples."""
+    length = ("training.train_iters=0", "training.train_samples=160")
+    chosen = command(make_config(runs), runs, "--resume", f"training.global_batch_size={batch}", *length)
+    assert chosen.start.position == Position(3, 24)
+    assert chosen.config.training.train_iters == 3 + (160 - 24) // batch
+    assert samples_needed(chosen.config.training, chosen.start.position) == 160
+
+
+def test_what_is_left_of_the_samples_is_in_whole_steps(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    length = ("training.train_iters=0", "training.train_samples=160", "training.global_batch_size=12")
     with pytest.raises(SystemExit) as ended:
-        command(make_config(runs), runs, "--resume", *arguments)
+        command(make_config(runs), runs, "--resume", *length)
     assert ended.value.code == 2
-    assert use in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert "the 136 that come after the 24 consumed are not a multiple of training.global_batch_size=12" in text
+    assert "use: training.train_samples=156 or training.train_samples=168" in text
+
+
+def test_a_length_in_steps_takes_the_samples_that_are_left_to_it(runs: Path) -> None:
+    config = make_config(runs)
+    chosen = command(config, runs, "--resume", "training.global_batch_size=2")
+    steps_left = config.training.train_iters - 3
+    assert samples_needed(chosen.config.training, chosen.start.position) == 24 + 2 * steps_left
 
 
 def test_a_wrong_path_ends_with_the_exit_code_of_a_mistake(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_fp8.config.length import samples_needed
 from megatron_fp8.config.schema import Config
+from megatron_fp8.config.start import Position
 from tests.small_run import VOCAB_SIZE, small_config
 
 STEPS_BEFORE, STEPS = 3, 6
@@ -141,10 +143,11 @@ def train_on_this_rank(
     samples = Samples(config.model.seq_length)
     num_valid = training.eval_iters * training.global_batch_size
     valid = ValidationSet(None, Samples(config.model.seq_length), num_valid)
-    datasets = Datasets(samples, (valid,) if num_valid else (), training.train_iters * training.global_batch_size)
-    progress, notes = None, []
+    progress, notes, position = None, [], Position()
     if load is not None:
         progress, notes = parts.checkpointer.load(load, IntervalLoss(parts.device.torch_device), weights_only)
+        position = Position(progress.state.iteration, progress.state.consumed_samples)
+    datasets = Datasets(samples, (valid,) if num_valid else (), samples_needed(training, position))
     if before is not None:
         before(parts)
     probed: list[Any] = [probe(parts)] if probe is not None and load is not None else []
