@@ -33,6 +33,7 @@ _SILENT = (
     "run.",
     "logging.",
     "checkpoint.",
+    "faults.",
     "data.num_workers",
     "data.data_cache_path",
     "training.eval_",

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from megatron_fp8.config.base import Section
 from megatron_fp8.config.checkpoint import CheckpointConfig
+from megatron_fp8.config.faults import FaultsConfig
 from megatron_fp8.config.logging import LoggingConfig
 from megatron_fp8.config.model import ModelConfig
 from megatron_fp8.config.precision import PrecisionConfig
@@ -18,6 +19,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "FaultsConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -62,6 +64,9 @@ class ParallelConfig(Section):
     """Collective library; auto: NCCL on GPUs, gloo elsewhere."""
     distributed_timeout_minutes: float = Field(default=10.0, gt=0)
     """Minutes after which a collective that does not end is an error."""
+    environment: list[str] = Field(default_factory=list)
+    """Variables of CUDA, NCCL, torch and Transformer Engine, as NAME=value, that every rank sets when it starts; what
+    the job's own environment sets stays."""
 
 
 class TrainingConfig(Section):
@@ -165,3 +170,4 @@ class Config(Section):
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    faults: FaultsConfig = FaultsConfig()

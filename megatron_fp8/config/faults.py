@@ -1,0 +1,33 @@
+"""Owns the `faults` section of the config: what a run does when something goes wrong that it can see.
+
+Imports no torch.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_fp8.config.base import Section
+
+
+class FaultsConfig(Section):
+    """What is done about steps that go wrong; for users: `docs/faults.md`."""
+
+    nonfinite: Literal["stop", "skip", "rewind"] = "stop"
+    """At NaN or infinity in loss or gradients: end the run, leave the step out, or go back to a checkpoint."""
+    nonfinite_max_skips_in_a_row: int = Field(default=3, ge=1)
+    """With nonfinite=skip: end the run when this many steps in a row were left out and the next is not finite."""
+    nonfinite_max_skips: int = Field(default=100, ge=1)
+    """With nonfinite=skip: the same for this many steps of the whole run."""
+    spike: Literal["off", "warn", "rewind"] = "warn"
+    """At a spike of the training loss: nothing, a warning in the record, or go back to a checkpoint."""
+    spike_window: int = Field(default=128, ge=8)
+    """Steps whose losses say what is normal, by median and median absolute deviation; none is told before as many."""
+    spike_threshold: float = Field(default=6.0, gt=0)
+    """Robust standard deviations above the median that a loss may have."""
+    spike_num_steps: int = Field(default=5, ge=1)
+    """Steps in a row with a loss above spike_threshold that make a spike."""
+    spike_large_threshold: float = Field(default=30.0, gt=0)
+    """Robust standard deviations above the median from which a single loss makes a spike."""
+    max_rewinds: int = Field(default=3, ge=1)
+    """How often a run may go back to a checkpoint in all; then a further cause ends it."""
