@@ -13,17 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megatron_fp8.checkpoint.saved_model import SavedModel, read_saved_model
 from megatron_fp8.evaluate.command_line import add_model_options, end_with_mistakes, inference_settings, positive
 from megatron_fp8.evaluate.files import EvaluationFile, evaluation_files, model_tokenizer
+from megatron_fp8.evaluate.progress import WindowProgress
 
 if TYPE_CHECKING:
     from megatron_fp8.data.tokenizer import Tokenizer
@@ -81,24 +79,8 @@ def measure(
         # It looks for CUDA when imported.
         from megatron_fp8.evaluate.file_loss import measure_files
 
-        with _progress(model.groups.rank == 0) as on_windows:
+        with WindowProgress(model.groups.rank == 0) as on_windows:
             return list(measure_files(model, files, tokenizer, num_windows, on_windows)), model.notes
-
-
-@contextmanager
-def _progress(shows: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar over windows, on rank 0's standard error."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    display = Progress(*columns, console=Console(stderr=True), transient=True, disable=not shows)
-    with display:
-        task = display.add_task("", total=None)
-        yield lambda name, total, done: display.update(task, description=name, total=total, completed=done)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from megatron_fp8.evaluate.command_line import add_model_options, end_with_mista
 from megatron_fp8.evaluate.files import model_tokenizer
 
 if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
     from megatron_fp8.data.tokenizer import Tokenizer
 
 
@@ -79,28 +81,26 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure(saved: SavedModel, tokenizer: Tokenizer, settings: argparse.Namespace) -> dict[str, Any] | None:
     """lm-eval's results on rank 0, None on the others. Raises BadInputError for tasks that there are not."""
+    from megatron_fp8 import device
     from megatron_fp8.train.loaded_model import open_model
 
+    # What lm-eval imports looks for CUDA.
+    device.prepare()
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(settings.include_path) if settings.include_path else None)
+    # Before the model is loaded, which can take minutes.
+    tasks = _tasks(manager, settings.tasks)
     with open_model(saved) as model:
-        # They look for CUDA when imported.
         from lm_eval.evaluator import simple_evaluate
-        from lm_eval.tasks import TaskManager
 
         from megatron_fp8.evaluate.harness import HarnessModel
 
         for note in model.notes if model.groups.rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)
-        manager = TaskManager(include_path=str(settings.include_path) if settings.include_path else None)
-        names = [name.strip() for name in settings.tasks.split(",") if name.strip()]
-        unknown = [name for name in names if not manager.match_tasks([name])]
-        if unknown or not names:
-            raise BadInputError(
-                f"--tasks: there is no task {', '.join(unknown) or 'named'}; `lm_eval ls tasks` lists those of "
-                "lm-eval, --include-path DIR adds a folder's"
-            )
         results: dict[str, Any] | None = simple_evaluate(
             model=HarnessModel(model, tokenizer, saved.config.training.micro_batch_size, settings.seed),
-            tasks=manager.match_tasks(names),
+            tasks=tasks,
             num_fewshot=settings.num_fewshot,
             limit=settings.limit,
             gen_kwargs=settings.gen_kwargs,
@@ -109,6 +109,18 @@ def measure(saved: SavedModel, tokenizer: Tokenizer, settings: argparse.Namespac
             fewshot_random_seed=settings.seed,
         )
         return results if model.groups.rank == 0 else None
+
+
+def _tasks(manager: TaskManager, text: str) -> list[str]:
+    """The tasks that `text` names. Raises BadInputError for one that there is not."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if not manager.match_tasks([name])]
+    if unknown or not names:
+        raise BadInputError(
+            f"--tasks: there is no task {', '.join(unknown) or 'named'}; `lm_eval ls tasks` lists those of lm-eval, "
+            "--include-path DIR adds a folder's"
+        )
+    return list(manager.match_tasks(names))
 
 
 def _limit(text: str) -> float:
