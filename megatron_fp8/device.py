@@ -41,6 +41,23 @@ class Device:
         """Wait until the device has done what was asked of it."""
         torch.cuda.synchronize()
 
+    def timing_event(self) -> torch.cuda.Event:
+        """A moment in the current stream, yet to be recorded, whose time can be read; on CPUs the host's clock."""
+        return torch.cuda.Event(enable_timing=True)
+
+    def range_push(self, name: str) -> None:
+        """Begin a range that NVIDIA's profilers show."""
+        torch.cuda.nvtx.range_push(name)
+
+    def range_pop(self) -> None:
+        """End the newest range."""
+        torch.cuda.nvtx.range_pop()
+
+    def compute_capability(self) -> tuple[int, int]:
+        """CUDA's compute capability, as (9, 0) of an H100; the stand-in's on CPUs."""
+        major, minor = torch.cuda.get_device_capability()
+        return major, minor
+
     def peak_memory_bytes(self) -> int:
         """Largest memory held since the process started (on CPUs: of the whole process), in bytes."""
         return int(torch.cuda.max_memory_allocated())

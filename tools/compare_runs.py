@@ -24,7 +24,8 @@ from megatron_fp8.report.record import METRICS
 # What happens at a step. The others say when a job started, waited or saved.
 EVENTS = ("train", "validation", "fp8", "fp8-check", "fp8-fallback")
 TIME_LIKE = re.compile(
-    r".*(seconds|(^|-)time([-/ ]|$)|per-second|data-wait|throughput|mfu|memory|bubble|slowest-rank).*", re.IGNORECASE
+    r".*(seconds|(^|-)time([-/ ]|$)|per-second|data-wait|throughput|mfu|memory|bubble|slowest-rank).*|node/.*",
+    re.IGNORECASE,
 )
 _MOST_SERIES_SHOWN = 40
 _MISSING = "not on record"

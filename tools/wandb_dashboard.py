@@ -34,7 +34,12 @@ THROUGHPUT: Panels = [
     ("Tokens per second and GPU", ["tokens-per-second-per-gpu"]),
     ("Model TFLOP/s per GPU", ["throughput"]),
     ("Model FLOP/s, share of the peak (MFU)", ["mfu"]),
-    ("Seconds per step", ["iteration-time/fastest-rank", "iteration-time", "iteration-time/slowest-rank"]),
+    ("Seconds per step", ["iteration-time"]),
+    (
+        "Parts of a step (s)",
+        ["batch-generator-time", "forward-backward-time", "all-grads-sync-time", "optimizer-time", "other-time"],
+    ),
+    ("Own passes of the fastest and the slowest rank (s)", ["compute-time/fastest-rank", "compute-time/slowest-rank"]),
     ("Share of time waiting for data", ["data-wait-share"]),
     ("Pauses for evaluation and checkpoints (s)", ["pause-seconds"]),
     ("Training held up by a checkpoint (s)", ["checkpoint/hold-up-seconds"]),

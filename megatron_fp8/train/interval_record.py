@@ -4,17 +4,19 @@ One place where all ranks meet, once a log interval. Must not know when it is ti
 """
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed
 
 from megatron_fp8.faults.exit_codes import NonFiniteError
 from megatron_fp8.train.interval import IntervalLoss
-from megatron_fp8.train.pace import Pace
+from megatron_fp8.train.pace import EVALUATE, SAVE_CHECKPOINT, Pace
 from megatron_fp8.train.parts import TrainingParts
 from megatron_fp8.train.state import TrainState
 from megatron_fp8.train.step import StepResult
 from megatron_fp8.train.throughput import throughput_of
+from megatron_fp8.train.time_split import RankTimes, time_series
 
 
 def record_interval(
@@ -24,15 +26,21 @@ def record_interval(
     newest: StepResult,
     learning_rate: float,
     pace: Pace,
-    data_wait_seconds: float,
 ) -> None:
     """Write the record of the steps up to `state`; collective over all ranks."""
-    timing = pace.take_interval(data_wait_seconds)
+    # First, since it waits for the device: then all that the steps asked for lies before the clock's reading.
+    spans = parts.times.take()
+    timing = pace.take_interval()
     peak_memory = parts.device.peak_memory_bytes()
-    steps, waits, memory = _of_all_ranks(parts, timing.seconds_per_step, timing.data_wait_seconds, peak_memory)
-    # One rank that reads slowly holds all of them up.
-    data_wait = max(waits)
+    own = RankTimes.of(spans, timing.seconds, timing.num_steps)
+    gathered = _of_all_ranks(parts, [float(peak_memory), *own.values()])
+    times = [RankTimes(*values) for _, *values in gathered]
+    split = time_series(times, parts.precision.policy.fp8 is not None, parts.groups.pp.size() > 1)
+    seconds_per_step = split["iteration-time"]
+    tokens_per_second = parts.layout.tokens_per_global_batch / seconds_per_step
     throughput = throughput_of(parts.config, parts.layout, parts.device.description, parts.device.emulated)
+    # One rank that reads slowly holds all of them up.
+    data_wait = max(rank.data for rank in times)
     parts.recorder.write(
         "train",
         {
@@ -42,31 +50,36 @@ def record_interval(
             "learning-rate": learning_rate,
             "skipped-iterations": state.skipped_iterations,
             **_loss_scale(parts),
-            "iteration-time": timing.seconds_per_step,
-            "tokens-per-second": timing.tokens_per_second,
-            "seconds-left": timing.seconds_left,
+            "tokens-per-second": tokens_per_second,
+            "seconds-left": seconds_per_step * timing.num_steps_left,
             "consumed-samples": state.consumed_samples,
             "consumed-tokens": state.consumed_tokens,
-            "data-wait-seconds": data_wait,
-            "data-wait-share": data_wait / timing.seconds,
+            "data-wait-seconds": data_wait * timing.num_steps,
+            "data-wait-share": data_wait / seconds_per_step,
             "peak-memory-bytes": peak_memory,
-            "peak-memory-bytes/largest": max(memory),
+            "peak-memory-bytes/largest": max(memory for memory, *_ in gathered),
             "batch-size": parts.config.training.global_batch_size,
-            **throughput.series(timing.tokens_per_second),
-            "iteration-time/fastest-rank": min(steps),
-            "iteration-time/slowest-rank": max(steps),
-            "slowest-rank": steps.index(max(steps)),
-            "pause-seconds": timing.pause_seconds,
+            **throughput.series(tokens_per_second),
+            **split,
+            **_pauses(timing.pauses),
         },
     )
 
 
-def _of_all_ranks(parts: TrainingParts, *values: float) -> list[list[float]]:
-    """Each of `values` as all ranks have it, in their order; one collective over all ranks."""
+def _of_all_ranks(parts: TrainingParts, values: Sequence[float]) -> list[list[float]]:
+    """`values` as each rank has them, in the order of ranks; one collective over all ranks."""
     own = torch.tensor(values, dtype=torch.float64, device=parts.device.torch_device)
     ranks = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(ranks, own)
-    return torch.stack(ranks, dim=1).tolist()
+    return torch.stack(ranks).tolist()
+
+
+def _pauses(seconds: Mapping[str, float]) -> dict[str, float]:
+    """How long training waited since the last record, and for what."""
+    return {
+        "pause-seconds": sum(seconds.values()),
+        **{f"pause-seconds/{name}": seconds.get(name, 0.0) for name in (EVALUATE, SAVE_CHECKPOINT)},
+    }
 
 
 def _loss_scale(parts: TrainingParts) -> dict[str, float]:

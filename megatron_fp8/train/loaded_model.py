@@ -75,8 +75,10 @@ class LoadedModel:
     def stepper(self) -> Stepper:
         """What evaluates batches; its `train` is not for these stages."""
         from megatron_fp8.train.step import Stepper
+        from megatron_fp8.train.step_times import StepTimes
 
-        return Stepper(self.stages, self.groups, self.precision, self.device.torch_device)
+        times = StepTimes(self.device)
+        return Stepper(self.stages, self.groups, self.precision, self.device.torch_device, times)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.dataset import Datasets
-from megatron_fp8.data.loader import BatchLoader, MicroBatch
+from megatron_fp8.data.loader import MicroBatch
 from megatron_fp8.faults.exit_codes import NonFiniteError
 from megatron_fp8.faults.signals import StopSignals
 from megatron_fp8.precision.overflow import overflow_problem, overflows_in_a_row
@@ -21,7 +21,7 @@ from megatron_fp8.train.checkpointing import Progress
 from megatron_fp8.train.evaluate import evaluate
 from megatron_fp8.train.interval import IntervalLoss
 from megatron_fp8.train.interval_record import record_interval
-from megatron_fp8.train.pace import Pace
+from megatron_fp8.train.pace import EVALUATE, SAVE_CHECKPOINT, Pace
 from megatron_fp8.train.parts import TrainingParts
 from megatron_fp8.train.state import TrainState
 from megatron_fp8.train.step import StepResult
@@ -29,8 +29,8 @@ from megatron_fp8.train.step import StepResult
 
 @dataclass(frozen=True)
 class TrainResult:
-    """First and last validation loss in nats per token, None without evaluation; why the run stopped before its last
-    step, None if it did not."""
+    """Validation loss before the first step, and the last one after a step of this job, in nats per token, None without
+    evaluation; why the run stopped before its last step, None if it did not."""
 
     first_validation_loss: float | None
     last_validation_loss: float | None
@@ -47,26 +47,23 @@ def train(parts: TrainingParts, datasets: Datasets, started: float, progress: Pr
         progress = Progress(TrainState(), IntervalLoss(parts.device.torch_device), None)
     if progress.state.iteration == 0:
         progress = replace(progress, first_validation_loss=evaluate(parts, datasets.valid, progress.state))
-    last = progress.first_validation_loss
+    last: float | None = None
     stopped: str | None = None
     with (
         StopSignals(parts.device.torch_device) as signals,
         parts.loader(datasets.train, datasets.num_train_samples, progress.state.consumed_samples) as loader,
     ):
         iterators = loader.iterators(len(parts.chunks))
-        pace = Pace(
-            training.train_iters - progress.state.iteration,
-            training.global_batch_size * parts.config.model.seq_length,
-        )
+        pace = Pace(training.train_iters - progress.state.iteration)
         parts.recorder.write("ready", {"seconds-to-first-step": time.monotonic() - started})
         while progress.state.iteration < training.train_iters and stopped is None:
-            progress = _step(parts, iterators, progress, pace, loader)
+            progress = _step(parts, iterators, progress, pace)
             if _evaluates_after(parts.config, progress.state.iteration):
-                with pace.paused():
+                with pace.paused(EVALUATE):
                     last = evaluate(parts, datasets.valid, progress.state)
             stopped = _stop_reason(parts.config, progress.state.iteration, signals, started)
             ends = stopped is not None or progress.state.iteration == training.train_iters
-            with pace.paused():
+            with pace.paused(SAVE_CHECKPOINT):
                 parts.checkpointer.after_step(progress, ends)
     if progress.state.iteration == training.train_iters:
         stopped = None
@@ -83,13 +80,7 @@ def train(parts: TrainingParts, datasets: Datasets, started: float, progress: Pr
     return TrainResult(progress.first_validation_loss, last, stopped)
 
 
-def _step(
-    parts: TrainingParts,
-    iterators: Sequence[Iterator[MicroBatch]],
-    progress: Progress,
-    pace: Pace,
-    loader: BatchLoader,
-) -> Progress:
+def _step(parts: TrainingParts, iterators: Sequence[Iterator[MicroBatch]], progress: Progress, pace: Pace) -> Progress:
     """One optimizer step and, when it is time, its record."""
     training = parts.config.training
     learning_rate = _learning_rate(parts.optimizer)
@@ -104,7 +95,7 @@ def _step(
     progress.interval.add(result)
     pace.step_done()
     if state.iteration % parts.config.logging.log_interval == 0 or state.iteration == training.train_iters:
-        record_interval(parts, state, progress.interval, result, learning_rate, pace, loader.wait_seconds)
+        record_interval(parts, state, progress.interval, result, learning_rate, pace)
     return replace(progress, state=state)
 
 

@@ -20,6 +20,7 @@ from megatron_fp8.report.record import Recorder
 from megatron_fp8.train.checkpointing import Checkpointer
 from megatron_fp8.train.health import HealthWatch
 from megatron_fp8.train.step import BatchShape, Stepper
+from megatron_fp8.train.step_times import StepTimes
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class TrainingParts:
     stepper: Stepper
     health: HealthWatch
     checkpointer: Checkpointer
+    times: StepTimes
     recorder: Recorder
 
     @property

@@ -20,6 +20,7 @@ from megatron_fp8.train.checkpointing import Checkpointer
 from megatron_fp8.train.health import HealthWatch
 from megatron_fp8.train.parts import TrainingParts
 from megatron_fp8.train.step import Stepper
+from megatron_fp8.train.step_times import StepTimes
 
 
 def build_parts(
@@ -45,6 +46,9 @@ def build_parts(
     )
     chunks = build_model(config, layout, vocab_size, groups, precision, device.torch_device)
     optimizer = build_optimizer(config, chunks, precision.policy)
+    times = StepTimes(device)
+    optimizer.config.timers = times
+    optimizer.config.barrier_with_L1_time = False
     schedule = build_schedule(config, optimizer)
     health = HealthWatch(precision, groups, recorder, config.logging.log_interval)
     places = model_places(chunks, layout, config.model.activation, groups, config.parallel.use_distributed_optimizer)
@@ -58,8 +62,9 @@ def build_parts(
         optimizer=optimizer,
         schedule=schedule,
         precision=precision,
-        stepper=Stepper(chunks, groups, precision, device.torch_device),
+        stepper=Stepper(chunks, groups, precision, device.torch_device, times),
         health=health,
         checkpointer=Checkpointer(config, layout, checkpoints, live, health, recorder),
+        times=times,
         recorder=recorder,
     )

@@ -4,7 +4,7 @@ Must not know where batches come from, what is written, or how long training las
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron_fp8.parallel.groups import ParallelGroups
 from megatron_fp8.precision.manager import PrecisionManager
+from megatron_fp8.train.step_times import DATA, GRADIENTS, OPTIMIZER, SCALES, StepTimes
 
 
 class MicroBatch(Protocol):
@@ -91,31 +92,57 @@ class Stepper:
         groups: ParallelGroups,
         precision: PrecisionManager,
         device: torch.device,
+        times: StepTimes,
     ) -> None:
         self._chunks = list(chunks)
         self._groups = groups
         self._precision = precision
         self._device = device
+        self._times = times
         self._run_schedule = get_forward_backward_func()
+        self._mark_spans()
+
+    def _mark_spans(self) -> None:
+        """Let Megatron's schedules mark their spans; all that is done with gradients at their end is one."""
+        # All chunks share one config.
+        config = self._chunks[0].config
+        config.timers = self._times
+        config.barrier_with_L1_time = False
+        finalize = config.finalize_model_grads_func
+        if finalize is not None:
+            config.finalize_model_grads_func = _inside(self._times, GRADIENTS, finalize)
 
     def train(
-        self, optimizer: MegatronOptimizer, iterators: Sequence[Iterator[MicroBatch]], shape: BatchShape
+        self,
+        optimizer: MegatronOptimizer,
+        iterators: Sequence[Iterator[MicroBatch]],
+        shape: BatchShape,
+        before_update: Callable[[], None] | None = None,
     ) -> StepResult:
-        """One optimizer step over one global batch; `iterators` has one iterator per model chunk."""
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-            # Megatron's schedules would do this for configs that say FP8 in its own terms only.
-            chunk.module.is_first_microbatch = True
-        optimizer.zero_grad()
-        with self._precision.training_step():
-            loss = self._forward_backward(iterators, shape, forward_only=False)
+        """One optimizer step over one global batch; `iterators` has one iterator per model chunk.
+
+        `before_update`: called when the gradients are whole, before the optimizer changes them.
+        """
+        with self._times.step():
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()
+                # Megatron's schedules would do this for configs that say FP8 in its own terms only.
+                chunk.module.is_first_microbatch = True
+            optimizer.zero_grad()
+            with self._precision.training_step():
+                loss = self._forward_backward(iterators, shape, forward_only=False)
+            if before_update is not None:
+                before_update()
+            with self._times(OPTIMIZER):
+                return self._update(optimizer, loss)
+
+    def _update(self, optimizer: MegatronOptimizer, loss: LossSum) -> StepResult:
+        """New weights and FP8 scales."""
         succeeded, grad_norm, _ = optimizer.step()
-        if not succeeded:
-            self._precision.finish_step(skipped=True)
-            return StepResult(loss, grad_norm=None, skipped=True)
-        norm = float(grad_norm)
-        self._precision.finish_step(skipped=not math.isfinite(norm))
-        return StepResult(loss, norm, skipped=False)
+        norm = float(grad_norm) if succeeded else None
+        with self._times(SCALES):
+            self._precision.finish_step(skipped=norm is None or not math.isfinite(norm))
+        return StepResult(loss, norm, skipped=norm is None)
 
     def evaluate(self, iterators: Sequence[Iterator[MicroBatch]], shape: BatchShape) -> LossSum:
         """Loss over one global batch; training state, FP8 histories included, is left as it was."""
@@ -133,7 +160,7 @@ class Stepper:
     ) -> LossSum:
         several = len(self._chunks) > 1
         reports = self._run_schedule(
-            forward_step_func=_forward_step,
+            forward_step_func=self._forward_step,
             data_iterator=list(iterators) if several else iterators[0],
             model=self._chunks if several else self._chunks[0],
             num_microbatches=shape.num_microbatches,
@@ -147,14 +174,24 @@ class Stepper:
                 total += report
         return LossSum(total)
 
+    def _forward_step(
+        self, iterator: Iterator[MicroBatch], model: DistributedDataParallel
+    ) -> tuple[Tensor, partial[tuple[Tensor, Tensor, Tensor]]]:
+        """What Megatron's schedules call for each micro-batch: the stage's output and the loss of it."""
+        with self._times(DATA):
+            batch = next(iterator)
+        output = model(batch.tokens, batch.position_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
+        return output, partial(_loss, batch.loss_mask)
 
-def _forward_step(
-    iterator: Iterator[MicroBatch], model: DistributedDataParallel
-) -> tuple[Tensor, partial[tuple[Tensor, Tensor, Tensor]]]:
-    """What Megatron's schedules call for each micro-batch: the stage's output and the loss of it."""
-    batch = next(iterator)
-    output = model(batch.tokens, batch.position_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
-    return output, partial(_loss, batch.loss_mask)
+
+def _inside(times: StepTimes, name: str, function: Callable[..., None]) -> Callable[..., None]:
+    """`function`, whose calls are spans."""
+
+    def call(*arguments: object, **keywords: object) -> None:
+        with times(name):
+            function(*arguments, **keywords)
+
+    return call
 
 
 def _loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ saves it, and every byte of it counts.
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,26 +20,20 @@ from megatron_fp8.config.start import Position
 from tests.small_run import VOCAB_SIZE, small_config
 
 STEPS_BEFORE, STEPS = 3, 6
-# What a run records of time and of this machine.
-NOT_COMPARED = frozenset(
-    {
-        "iteration-time",
-        "tokens-per-second",
-        "seconds-left",
-        "data-wait-seconds",
-        "data-wait-share",
-        "peak-memory-bytes",
-        "peak-memory-bytes/largest",
-        "tokens-per-second-per-gpu",
-        "throughput",
-        "iteration-time/fastest-rank",
-        "iteration-time/slowest-rank",
-        "slowest-rank",
-        "pause-seconds",
-        "seconds",
-        "time",
-    }
-)
+
+
+class _TimesAndMachine:
+    """Names of what a run records of time and of this machine."""
+
+    _NAME = re.compile(
+        r".*(time|seconds|second|slowest-rank)(/.*)?|.*-wait-.*|.*-memory-.*|.*(-gpu|/measured)|throughput|node/.*"
+    )
+
+    def __contains__(self, name: str) -> bool:
+        return self._NAME.fullmatch(name) is not None
+
+
+NOT_COMPARED = _TimesAndMachine()
 _SERIES = ("train", "validation", "fp8", "fp8-check", "fp8-fallback")
 
 

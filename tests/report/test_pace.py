@@ -1,26 +1,26 @@
-"""Speed and waiting of the steps between two records."""
+"""The clock of the training loop: steps of an interval, and pauses by what they were for."""
 
 import time
 
 import pytest
 
-from megatron_fp8.train.pace import Pace
+from megatron_fp8.train.pace import EVALUATE, SAVE_CHECKPOINT, Pace
 
 
-def test_waiting_is_that_of_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_are_no_part_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    pace = Pace(num_steps=10, tokens_per_step=32)
+    pace = Pace(num_steps=10)
     for _ in range(4):
         pace.step_done()
     now[0] += 8
-    first = pace.take_interval(data_wait_seconds=0.5)
-    assert (first.seconds_per_step, first.tokens_per_second, first.seconds_left) == (2, 16, 12)
-    assert (first.data_wait_seconds, first.seconds) == (0.5, 8)
-    with pace.paused():
-        now[0] += 1000
+    first = pace.take_interval()
+    assert (first.num_steps, first.num_steps_left, first.seconds, first.pauses) == (4, 6, 8, {})
+    for by, seconds in ((EVALUATE, 1000), (SAVE_CHECKPOINT, 100), (EVALUATE, 1)):
+        with pace.paused(by):
+            now[0] += seconds
     pace.step_done()
     now[0] += 3
-    second = pace.take_interval(data_wait_seconds=0.75)
-    assert (first.pause_seconds, second.pause_seconds) == (0, 1000)
-    assert (second.data_wait_seconds, second.seconds, second.seconds_left) == (0.25, 3, 15)
+    second = pace.take_interval()
+    assert (second.num_steps, second.num_steps_left, second.seconds) == (1, 5, 3)
+    assert second.pauses == {EVALUATE: 1001, SAVE_CHECKPOINT: 100}
