@@ -68,7 +68,9 @@ def start_from(start: Start, checkpoint: Path) -> Start:
     manifest = read_manifest(checkpoint)
     position = START
     if not start.weights_only:
-        position = Position(manifest.iteration, int(manifest.counters["consumed_samples"]))
+        counters = manifest.counters
+        skipped = int(counters.get("skipped_samples", 0))
+        position = Position(manifest.iteration, int(counters["consumed_samples"]), skipped)
     return replace(start, checkpoint=checkpoint, saved_config=manifest.config, position=position)
 
 

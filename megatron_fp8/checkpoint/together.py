@@ -65,7 +65,7 @@ def _length_by_samples(config: Config, start: Start) -> int | None:
     training = config.training
     if training.train_samples is None and training.train_epochs is None:
         return None
-    return samples_needed(training, start.position)
+    return samples_needed(training, start.position) - start.position.skipped_samples
 
 
 def damage_by_all_ranks(checkpoint: Path) -> list[str]:

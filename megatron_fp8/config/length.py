@@ -44,7 +44,7 @@ def resolve_length(
         return loaded, []
     if samples is None:
         return loaded, []
-    left = max(samples - position.consumed_samples, 0)
+    left = max(samples - position.trained_samples, 0)
     if training.train_samples is not None and left % batch:
         # Steps are whole: a rule says so.
         return loaded, []

@@ -78,7 +78,7 @@ def check_length(facts: Facts) -> Iterator[Finding]:
         reason = f"training.train_samples={samples} says how long the run is"
         nothing = Alternative("training.train_epochs", [None]), Alternative("training.train_samples", [None])
         yield Finding("two lengths", "training.train_epochs", reason, nothing)
-    consumed = facts.position.consumed_samples
+    consumed = facts.position.trained_samples
     if samples is not None and samples > consumed and (samples - consumed) % batch:
         what = f"the {samples - consumed:,} that come after the {consumed:,} consumed are" if consumed else "it is"
         reason = f"{what} not a multiple of training.global_batch_size={batch}, and steps are whole"

@@ -12,10 +12,19 @@ Resume = Literal["latest", "auto"]
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come: optimizer steps, and the samples that they consumed."""
+    """How far a run has come: optimizer steps, and the samples that they consumed.
+
+    `skipped_samples`: those of them that no step counts, since the run went back to a checkpoint behind them.
+    """
 
     iteration: int = 0
     consumed_samples: int = 0
+    skipped_samples: int = 0
+
+    @property
+    def trained_samples(self) -> int:
+        """The samples that the run's length counts."""
+        return self.consumed_samples - self.skipped_samples
 
 
 START = Position()
