@@ -11,6 +11,7 @@ import pytest
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import damage
+from megatron_fp8.faults.exit_codes import ExitCode
 from tests.checkpoint.training import NOT_COMPARED
 from tests.e2e.conftest import TRAIN_ITERS, Tiny
 from tests.e2e.launch import PRETRAIN, Ended, run, torchrun
@@ -183,3 +184,17 @@ def test_either_signal_stops_a_job_of_four(tiny: Tiny, tmp_path: Path, signal: s
     ended = torchrun(4, "tiny.yaml", cwd=tmp_path, script=write_signalled(tmp_path, signal))
     assert [(tmp_path / f"code{rank}").read_text() for rank in range(4)] == ["75"] * 4, ended.output
     assert CheckpointDirectory(tmp_path / "runs" / "tiny" / "checkpoints").iterations() == [3]
+
+
+def test_a_run_of_so_many_samples_goes_on_with_a_larger_batch(tiny: Tiny, tmp_path: Path) -> None:
+    """Three steps of 4 samples, then two of 6: the 24 samples that the config asks for."""
+    tiny.write_config(tmp_path, mode="fp32")
+    length = ("training.train_iters=0", "training.train_samples=24", "training.eval_iters=0")
+    stopped = one_rank(PRETRAIN, "tiny.yaml", *length, "checkpoint.exit_interval=3", cwd=tmp_path)
+    assert stopped.code == ExitCode.STOPPED, stopped.output
+    resumed = one_rank(PRETRAIN, "tiny.yaml", *length, "training.global_batch_size=6", "--resume", cwd=tmp_path)
+    assert resumed.code == 0, resumed.output
+    assert "training.global_batch_size is 6, was 4: the samples come in the same order" in resumed.stderr
+    steps = events(tmp_path / "runs" / "tiny", "train")
+    consumed = [(step["iteration"], step["consumed-samples"], step["batch-size"]) for step in steps]
+    assert consumed == [(1, 4, 4), (2, 8, 4), (3, 12, 4), (4, 18, 6), (5, 24, 6)]
