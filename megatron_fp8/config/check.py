@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_fp8.config.environment import check_environment
 from megatron_fp8.config.facts import WORLD_SIZE, Facts, Finding, divisors, to_problem
 from megatron_fp8.config.load import LoadedConfig
 from megatron_fp8.config.problem import Problem
@@ -44,6 +45,7 @@ def all_findings(facts: Facts) -> Iterator[Finding]:
     yield from check_data_keys(facts)
     yield from check_length(facts)
     yield from check_logging(facts)
+    yield from check_environment(facts)
 
 
 def check_config(

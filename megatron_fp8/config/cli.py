@@ -20,6 +20,8 @@ from megatron_fp8.config.arguments import UsageError, hint_for_option, make_pars
 from megatron_fp8.config.check import DataReport, check_config
 from megatron_fp8.config.continuation import compare_with_saved
 from megatron_fp8.config.dump import dump_config
+from megatron_fp8.config.environment import KEY as ENVIRONMENT
+from megatron_fp8.config.environment import overruled
 from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.length import resolve_length
 from megatron_fp8.config.load import LoadedConfig, load_config
@@ -92,6 +94,8 @@ def parse_command_line(
         speaker.end_with_mistake(str(error))
     for warning in config_warnings(LoadedConfig(command.config, command.origins), layout):
         speaker.warn(str(warning))
+    for conflict in overruled(command.config.parallel, environ, command.origins[ENVIRONMENT]):
+        speaker.warn(str(conflict))
     for note in command.start.notes:
         speaker.warn(note)
     if arguments.check:

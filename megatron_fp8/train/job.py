@@ -20,6 +20,7 @@ from megatron_fp8.checkpoint.start import CHECKPOINTS
 from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.formats import describe_formats, linear_layers_in_fp8
 from megatron_fp8.config.layout import Layout, derive_layout
+from megatron_fp8.config.load import process_environment
 from megatron_fp8.config.rundir import create_run_directory
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.start import Start
@@ -31,6 +32,7 @@ from megatron_fp8.report.html.page import report_at_end
 from megatron_fp8.report.library_warnings import hide_meaningless_warnings
 from megatron_fp8.report.record import METRICS, Recorder, Value, drop_records_after
 from megatron_fp8.report.views import sinks_of_run
+from megatron_fp8.train.environment import warn_of_unmet_needs
 from megatron_fp8.train.throughput import throughput_of
 from megatron_fp8.train.versions import versions
 
@@ -65,6 +67,7 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float) -> Jo
     from megatron_fp8.train.setup import build_parts
 
     init_process_group(device.backend(config.parallel.distributed_backend), config.parallel.distributed_timeout_minutes)
+    warn_of_unmet_needs(config, device, process_environment(), torch.distributed.get_rank())
     layout = derive_layout(config, torch.distributed.get_world_size(), vocab_size)
     start, notes = whole_start(start, config)
     with ExitStack() as stack:
