@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import run_on_ranks
 from torch import Tensor
 
 from megatron_fp8.data.documents import DocumentRules
 from megatron_fp8.data.loader import BatchLoader, MicroBatch
 from megatron_fp8.data.sampler import BatchSampler
+from tests.ranks import run_on_ranks
 
 SEQ_LENGTH = 4
 CPU = torch.device("cpu")
 
 
 class NumberedSamples:
-    """Sample i: tokens 10 i, 10 i + 1, ...; remembers what was read; fails at `fails_at`."""
+    """Sample i: tokens 10 i, 10 i + 1, ...; remembers what was read; fails at `fails_at`; tells when `told` is read."""
 
-    def __init__(self, fails_at: int | None = None) -> None:
+    def __init__(self, fails_at: int | None = None, told: int | None = None) -> None:
         self.read: list[int] = []
         self.fails_at = fails_at
+        self.told = told
+        self.was_read = threading.Event()
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if index == self.fails_at:
             raise OSError(f"disk gone at sample {index}")
         self.read.append(index)
+        if index == self.told:
+            self.was_read.set()
         text = torch.arange(SEQ_LENGTH + 1) + 10 * index
         loss_mask = torch.ones(SEQ_LENGTH)
         loss_mask[index % SEQ_LENGTH] = 0
@@ -95,15 +99,15 @@ def test_model_chunks_see_the_same_micro_batches_read_once() -> None:
 
 
 def test_what_was_only_read_ahead_is_not_consumed() -> None:
-    dataset = NumberedSamples()
+    dataset = NumberedSamples(told=8)
     with make_loader(dataset, BatchSampler(1, 4), num_samples=40, consumed_samples=4) as loader:
         (iterator,) = loader.iterators()
         for _ in range(3):
             next(iterator)
+        assert dataset.was_read.wait(timeout=60)
         assert loader.consumed_samples == 4
         next(iterator)
         assert loader.consumed_samples == 8
-    assert max(dataset.read) >= 8
 
 
 def test_a_resume_goes_on_with_the_next_sample_in_another_layout() -> None:
@@ -157,18 +161,18 @@ def test_waiting_is_measured() -> None:
         assert loader.wait_seconds == first > 0
 
 
-def read_in_two_by_two(rank: int) -> tuple[list[list[int]], list[int]]:
+def read_in_two_by_two() -> tuple[list[list[int]], list[int]]:
     """TP2 x DP2 in Megatron's order (tensor-parallel ranks are neighbours): batches seen, samples read."""
     groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
-    dp_rank, tp_rank = divmod(rank, 2)
+    dp_rank, tp_rank = divmod(torch.distributed.get_rank(), 2)
     dataset = NumberedSamples() if tp_rank == 0 else None
     sampler = BatchSampler(2, 8, dp_rank, dp_size=2)
     with make_loader(dataset, sampler, tp_group=groups[dp_rank], num_samples=16) as loader:
         return drain(loader.iterators()[0]), dataset.read if dataset else []
 
 
-def test_one_rank_reads_for_its_tensor_parallel_group(tmp_path: Path) -> None:
-    (seen0, read0), (seen1, read1), (seen2, read2), (seen3, read3) = run_on_ranks(read_in_two_by_two, 4, tmp_path)
+def test_one_rank_reads_for_its_tensor_parallel_group() -> None:
+    (seen0, read0), (seen1, read1), (seen2, read2), (seen3, read3) = run_on_ranks(4, read_in_two_by_two)
     assert seen0 == seen1 == [[0, 1], [4, 5], [8, 9], [12, 13]]
     assert seen2 == seen3 == [[2, 3], [6, 7], [10, 11], [14, 15]]
     assert read0 == [0, 1, 4, 5, 8, 9, 12, 13]
@@ -215,15 +219,15 @@ def test_without_rules_for_documents_attention_knows_none() -> None:
             assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
 
 
-def cut_in_two(rank: int) -> list[list[int]]:
+def cut_in_two() -> list[list[int]]:
     """Documents that the ranks of a tensor-parallel pair see, of which one reads."""
     rules = DocumentRules(EOD, reset_position_ids=False, reset_attention_mask=True)
-    dataset = EndedSamples() if rank == 0 else None
+    dataset = EndedSamples() if torch.distributed.get_rank() == 0 else None
     group = torch.distributed.new_group([0, 1])
     with make_loader(dataset, BatchSampler(2, 4), tp_group=group, num_samples=8, documents=rules) as loader:
         return [batch.cu_seqlens.tolist() for batch in loader.iterators()[0] if batch.cu_seqlens is not None]
 
 
-def test_ranks_of_a_tensor_parallel_group_see_the_same_documents(tmp_path: Path) -> None:
-    first, second = run_on_ranks(cut_in_two, 2, tmp_path)
+def test_ranks_of_a_tensor_parallel_group_see_the_same_documents() -> None:
+    first, second = run_on_ranks(2, cut_in_two)
     assert first == second == [[0, 1, 4, 6, 8], [0, 3, 4, 8, 8], [0, 4, 5, 8, 8], [0, 2, 4, 7, 8]]
