@@ -31,3 +31,14 @@ class FaultsConfig(Section):
     """Robust standard deviations above the median from which a single loss makes a spike."""
     max_rewinds: int = Field(default=3, ge=1)
     """How often a run may go back to a checkpoint in all; then a further cause ends it."""
+    hang_timeout_minutes: float | None = Field(default=None, ge=0)
+    """Minutes without progress after which a job ends that a rank holds up, which is named; null: half of
+    parallel.distributed_timeout_minutes; 0: none is looked for."""
+    hang_timeout_slow_minutes: float | None = Field(default=60.0, gt=0)
+    """The same while a run loads, saves, or makes its first step; null: as long as it takes."""
+    replica_check_interval: int = Field(default=1000, ge=0)
+    """Steps between comparisons of what several ranks hold alike, bit for bit; a difference ends the run; 0: none."""
+    slow_rank_factor: float | None = Field(default=1.5, gt=1)
+    """Name a rank whose own work takes so many times as long as that of the ranks which do the same; null: none."""
+    slow_rank_intervals: int = Field(default=3, ge=1)
+    """Log intervals in a row in which a rank must be slow to be named."""

@@ -9,10 +9,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 import torch.distributed
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
 from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.faults.exit_codes import ExitCode
@@ -42,6 +42,18 @@ def run_reporting(job: Callable[[], Result], rank: int) -> Result:
         lines = traceback.format_exc()
         print(f"rank {rank} failed:\n{lines}", file=sys.stderr, flush=True)
         sys.stdout.flush()
+        os._exit(ExitCode.FAILED)
+
+
+def end_with(error: Exception) -> NoReturn:
+    """End the process at once, from any thread, with `error` where the launcher looks for the reason.
+
+    What there is to say must have been said.
+    """
+    try:
+        raise error
+    except type(error):
+        get_error_handler().record_exception(error)
         os._exit(ExitCode.FAILED)
 
 
