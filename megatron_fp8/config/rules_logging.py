@@ -46,11 +46,20 @@ def check_logging(facts: Facts) -> Iterator[Finding]:
 def login_problem(config: Config, environ: Mapping[str, str], origin: str = "") -> Problem | None:
     """The mistake of a run that is to go to wandb's server from a machine that is not logged in there.
 
-    Where wandb's client looks, in `environ` and in files of the home directory; only rank 0 needs it.
+    Only rank 0 needs a login.
     """
     logging = config.logging
     if logging.wandb_project is None or logging.wandb_mode != "online" or environ.get("RANK", "0") != "0":
         return None
+    missing = missing_login(environ)
+    if missing is None:
+        return None
+    use = f"`wandb login`, {MODE}=offline and `wandb sync` later, or {PROJECT}=null"
+    return Problem(MODE, logging.wandb_mode, f"{PROJECT} is set, and {missing}", use, origin)
+
+
+def missing_login(environ: Mapping[str, str]) -> str | None:
+    """Why wandb's client would find no login, or None: it looks in `environ` and in files of the home directory."""
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return None
     home = Path(environ.get("HOME", "~")).expanduser()
@@ -58,9 +67,7 @@ def login_problem(config: Config, environ: Mapping[str, str], origin: str = "") 
     path = Path(environ.get("NETRC", home / ".netrc")).expanduser()
     if _has_password(path, host):
         return None
-    reason = f"{PROJECT} is set, and there is no login for {host}: neither WANDB_API_KEY nor an entry in {path}"
-    use = f"`wandb login`, {MODE}=offline and `wandb sync` later, or {PROJECT}=null"
-    return Problem(MODE, logging.wandb_mode, reason, use, origin)
+    return f"there is no login for {host}: neither WANDB_API_KEY nor an entry in {path}"
 
 
 def _server(environ: Mapping[str, str], home: Path) -> str:
