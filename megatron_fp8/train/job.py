@@ -62,6 +62,7 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float) -> Jo
     from megatron_fp8.data.dataset import build_datasets
     from megatron_fp8.data.tokenizer import Tokenizer
     from megatron_fp8.train.interval import IntervalLoss
+    from megatron_fp8.train.liveness import watched
     from megatron_fp8.train.loop import train
     from megatron_fp8.train.parts import TrainingParts
     from megatron_fp8.train.setup import build_parts
@@ -79,6 +80,7 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float) -> Jo
         stack.push(partial(_record_failure, recorder))
         checkpoints = _checkpoint_directory(config, run_directory)
         parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder, checkpoints)
+        stack.enter_context(watched(parts, run_directory))
         datasets = build_datasets(config, Tokenizer.of(config.data), parts.reads_data, start.position)
         recorder.write("start", _description(config, layout, device, run_directory))
         progress = None

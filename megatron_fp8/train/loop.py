@@ -15,6 +15,7 @@ from megatron_fp8.config.schema import Config
 from megatron_fp8.data.dataset import Datasets
 from megatron_fp8.data.loader import MicroBatch
 from megatron_fp8.faults.exit_codes import NonFiniteError
+from megatron_fp8.faults.heartbeat import Phase
 from megatron_fp8.faults.signals import StopSignals
 from megatron_fp8.precision.overflow import overflow_problem, overflows_in_a_row
 from megatron_fp8.train.checkpointing import Progress
@@ -46,6 +47,7 @@ def train(parts: TrainingParts, datasets: Datasets, started: float, progress: Pr
     if progress is None:
         progress = Progress(TrainState(), IntervalLoss(parts.device.torch_device), None)
     if progress.state.iteration == 0:
+        parts.heartbeat.enter(Phase.EVALUATION)
         progress = replace(progress, first_validation_loss=evaluate(parts, datasets.valid, progress.state))
     last: float | None = None
     stopped: str | None = None
@@ -59,10 +61,12 @@ def train(parts: TrainingParts, datasets: Datasets, started: float, progress: Pr
         while progress.state.iteration < training.train_iters and stopped is None:
             progress = _step(parts, iterators, progress, pace)
             if _evaluates_after(parts.config, progress.state.iteration):
+                parts.heartbeat.enter(Phase.EVALUATION)
                 with pace.paused(EVALUATE):
                     last = evaluate(parts, datasets.valid, progress.state)
             stopped = _stop_reason(parts.config, progress.state.iteration, signals, started)
             ends = stopped is not None or progress.state.iteration == training.train_iters
+            parts.heartbeat.enter(Phase.CHECKPOINT)
             with pace.paused(SAVE_CHECKPOINT):
                 parts.checkpointer.after_step(progress, ends)
     if progress.state.iteration == training.train_iters:
@@ -83,6 +87,7 @@ def train(parts: TrainingParts, datasets: Datasets, started: float, progress: Pr
 def _step(parts: TrainingParts, iterators: Sequence[Iterator[MicroBatch]], progress: Progress, pace: Pace) -> Progress:
     """One optimizer step and, when it is time, its record."""
     training = parts.config.training
+    parts.heartbeat.enter(Phase.FORWARD_BACKWARD, progress.state.iteration + 1)
     learning_rate = _learning_rate(parts.optimizer)
     with parts.health.step(progress.state.iteration + 1):
         result = parts.stepper.train(parts.optimizer, iterators, parts.batch_shape)
@@ -94,6 +99,7 @@ def _step(parts: TrainingParts, iterators: Sequence[Iterator[MicroBatch]], progr
     _require_progress(parts, result, state)
     progress.interval.add(result)
     pace.step_done()
+    parts.heartbeat.step_done()
     if state.iteration % parts.config.logging.log_interval == 0 or state.iteration == training.train_iters:
         record_interval(parts, state, progress.interval, result, learning_rate, pace)
     return replace(progress, state=state)

@@ -1,7 +1,7 @@
 """Owns the list of what the training loop runs on, this rank's share of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron.core.distributed import DistributedDataParallel
@@ -14,6 +14,7 @@ from megatron_fp8.data.documents import DocumentRules, document_rules
 from megatron_fp8.data.loader import BatchLoader
 from megatron_fp8.data.sampler import BatchSampler
 from megatron_fp8.device import Device
+from megatron_fp8.faults.heartbeat import Heartbeat
 from megatron_fp8.parallel.groups import ParallelGroups
 from megatron_fp8.precision.manager import PrecisionManager
 from megatron_fp8.report.record import Recorder
@@ -40,6 +41,7 @@ class TrainingParts:
     checkpointer: Checkpointer
     times: StepTimes
     recorder: Recorder
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     @property
     def needs_data(self) -> bool:

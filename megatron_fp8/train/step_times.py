@@ -9,7 +9,7 @@ other ranks included. Must not know what the names mean.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
@@ -44,6 +44,8 @@ class StepTimes:
         self._free: list[Event] = []
         self._seconds: dict[str, float] = {}
         self.in_step = False
+        # Told of every span's begin (True) and end, outside of steps too.
+        self.listener: Callable[[str, bool], None] = _nobody
         # Whether ranges go into the trace of torch's profiler; they cost more than those that nobody may look at.
         self.annotates = False
 
@@ -108,6 +110,10 @@ class StepTimes:
         self._device.range_pop()
 
 
+def _nobody(name: str, begins: bool) -> None:
+    """Listens to nothing."""
+
+
 class Span:
     """One name's span: Megatron's interface of a timer, or a context manager. Inside itself it counts once."""
 
@@ -121,6 +127,7 @@ class Span:
 
     def start(self, barrier: bool = False) -> None:  # noqa: ARG002 - Megatron's protocol; ranks do not wait here
         """Begin."""
+        self._times.listener(self._name, True)
         if not self._times.in_step:
             return
         self._depth += 1
@@ -132,6 +139,7 @@ class Span:
 
     def stop(self, barrier: bool = False) -> None:  # noqa: ARG002 - Megatron's protocol; ranks do not wait here
         """End."""
+        self._times.listener(self._name, False)
         if not self._times.in_step:
             return
         self._depth -= 1
