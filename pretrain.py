@@ -25,7 +25,7 @@ def main() -> None:
     from megatron_fp8.parallel.start import global_rank
     from megatron_fp8.train.job import run_job
 
-    job = partial(run_job, command.config, command.vocab_size, command.start, started)
+    job = partial(run_job, command.config, command.vocab_size, command.start, started, command.quiet)
     if run_reporting(job, global_rank()).stopped is not None:
         sys.exit(ExitCode.STOPPED)
 

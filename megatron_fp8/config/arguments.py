@@ -32,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="pretrain.py",
         usage="pretrain.py CONFIG [section.key=value ...] [--resume[=auto]] [--check | --plan] [--world-size N] "
-        "[--print-config]",
+        "[--print-config] [--quiet]",
         description=DESCRIPTION,
         epilog=describe_keys(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -59,6 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--world-size", type=int, metavar="N", help="with --check or --plan: ranks that would run")
     parser.add_argument("--print-config", action="store_true", help="write the whole config as YAML and end")
+    parser.add_argument("--quiet", action="store_true", help="show warnings and errors alone; console.log has the rest")
     parser.add_argument("-h", "--help", action="store_true", help="show this text and end")
     return parser
 

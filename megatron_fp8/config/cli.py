@@ -48,7 +48,8 @@ class Command:
     """A command line that was understood and found right.
 
     `origins`: where each dotted key's value comes from. `vocab_size`: tokens of the tokenizer, before padding.
-    `start`: what the run starts from. `data_notes`: what a check should say about the files of data.
+    `start`: what the run starts from. `data_notes`: what a check should say about the files of data. `quiet`: whether
+    the console is to show warnings and errors alone.
     """
 
     config: Config
@@ -56,6 +57,7 @@ class Command:
     vocab_size: int
     start: Start
     data_notes: tuple[str, ...] = ()
+    quiet: bool = False
 
 
 def parse_command_line(
@@ -101,7 +103,7 @@ def parse_command_line(
     if arguments.check:
         summary = describe_world_sizes(command.config) if layout is None else summarize(command.config, layout)
         speaker.end_with_answer("\n".join([summary, *(f"  data       {note}" for note in command.data_notes), ""]))
-    return command
+    return replace(command, quiet=arguments.quiet)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -16,7 +16,7 @@ from megatron_fp8.report.record import Value
 
 DATA_WAIT_WORTH_SAYING = 0.05
 # Numbers of single tensors are for files and dashboards.
-_NO_LINE = ("fp8", "fp8-check")
+_NO_LINE = ("fp8", "fp8-check", "norms")
 _STYLES = {Level.INFO: "", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 
 

@@ -16,7 +16,7 @@ from megatron_fp8.report.record import Value
 Record = Mapping[str, Value]
 
 # Their numbers are series; how they are told is the console's matter.
-MEASUREMENTS = frozenset({"train", "validation", "fp8", "fp8-check"})
+MEASUREMENTS = frozenset({"train", "validation", "fp8", "fp8-check", "norms"})
 
 
 class Level(IntEnum):
@@ -74,7 +74,7 @@ def _end(record: Record) -> str:
     if isinstance(first, float) and isinstance(last, float):
         text += f" | lm loss validation {first:.4f} -> {last:.4f} ({last - first:+.4f} nats)"
     elif isinstance(first, float):
-        text += f" | lm loss validation {first:.4f} at the start, none since"
+        text += f" | lm loss validation {first:.4f} at the start"
     return text
 
 

@@ -22,12 +22,14 @@ from megatron_fp8.report.events import Level, event_level
 from megatron_fp8.report.record import Value
 
 _GAP = "  "
+# Of the tensor with the largest share.
+_SHARES = {"clip": "clipped", "flush": "flushed"}
 _SHORTEST_BAR, _LONGEST_BAR = 8, 30
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of the line; the least `worth` goes first where the terminal is narrow."""
+    """A part of the line; those of most `worth` are kept where the terminal is narrow."""
 
     text: str
     worth: int
@@ -67,7 +69,7 @@ class LiveLine:
         elif event == "validation":
             self._validation = record["lm loss validation"]
         elif event == "fp8-check":
-            self._worst = {quantity: _largest(record, quantity) for quantity in ("clipped", "flushed")}
+            self._worst = {name: _largest(record, quantity) for name, quantity in _SHARES.items()}
             self._in_bf16 = {int(layer) for layer in str(record["fallen-back-layers"]).split()}
         elif event == "fp8-fallback":
             change = self._in_bf16.add if record["runs in"] == "bf16" else self._in_bf16.discard
@@ -110,7 +112,7 @@ class LiveLine:
             if train.get("skipped-iterations"):
                 parts.append(_Part(f"skipped {train['skipped-iterations']}", 3, "yellow"))
         if self._worst:
-            text = " ".join(f"{quantity} {share:.2%}" for quantity, share in self._worst.items())
+            text = " ".join(f"{name} {100 * share:.2g}%" for name, share in self._worst.items())
             parts.append(_Part(f"fp8 {text}", 5))
         if self._in_bf16:
             parts.append(_Part(f"{len(self._in_bf16)} fell back", 6, "yellow"))
@@ -140,12 +142,12 @@ def _counted(number: int, name: str) -> list[str]:
 
 
 def _fitting(parts: list[_Part], width: int) -> list[_Part]:
-    """Without the parts of least worth that do not fit; the first to go is the last of those of equal worth."""
-    while len(parts) > 1 and _width(parts) > width:
-        least = min(part.worth for part in parts)
-        place = max(index for index, part in enumerate(parts) if part.worth == least)
-        parts = parts[:place] + parts[place + 1 :]
-    return parts
+    """Those that fit, by their worth and then from the left; one at least."""
+    kept: list[_Part] = []
+    for part in sorted(parts, key=lambda part: -part.worth):
+        if not kept or _width([*kept, part]) <= width:
+            kept.append(part)
+    return [part for part in parts if part in kept]
 
 
 def _width(parts: list[_Part]) -> int:

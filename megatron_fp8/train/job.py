@@ -48,10 +48,11 @@ class JobSummary:
     stopped: str | None
 
 
-def run_job(config: Config, vocab_size: int, start: Start, started: float) -> JobSummary:
+def run_job(config: Config, vocab_size: int, start: Start, started: float, quiet: bool = False) -> JobSummary:
     """Train as `config`, already checked, says; `vocab_size` is that of the tokenizer, before padding.
 
     `start`: what the run starts from. `started`: when the program started, on the monotonic clock in seconds.
+    `quiet`: the console shows warnings and errors alone.
 
     Every rank of the job calls this. Raises what the parts raise; `run_directory` is None on ranks that write none.
     """
@@ -72,7 +73,7 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float) -> Jo
     layout = derive_layout(config, torch.distributed.get_world_size(), vocab_size)
     start, notes = whole_start(start, config)
     with ExitStack() as stack:
-        run_directory, recorder = _open_run(config, start)
+        run_directory, recorder = _open_run(config, start, quiet)
         if run_directory is not None:
             # When the record is closed, whatever ended the run.
             stack.callback(report_at_end, run_directory)
@@ -100,7 +101,7 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float) -> Jo
     )
 
 
-def _open_run(config: Config, start: Start) -> tuple[Path | None, Recorder]:
+def _open_run(config: Config, start: Start, quiet: bool) -> tuple[Path | None, Recorder]:
     if torch.distributed.get_rank() != 0:
         return None, Recorder([])
     run_directory = start.run_directory
@@ -118,7 +119,7 @@ def _open_run(config: Config, start: Start) -> tuple[Path | None, Recorder]:
         goes_on_from = iteration
     (run_directory / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     log = run_directory / "console.log"
-    console = partial(ConsoleSink, log, config.training.train_iters, iteration)
+    console = partial(ConsoleSink, log, config.training.train_iters, iteration, quiet)
     return run_directory, Recorder(sinks_of_run(config, run_directory, console, goes_on_from))
 
 

@@ -54,7 +54,7 @@ TOLD: list[tuple[dict[str, Any], str]] = [
         {"event": "end", "iteration": 8, "seconds": 61.0, "stopped": "signal SIGTERM", **LOSSES}
         | {"lm loss validation": None},
         "stopped after 8 iterations in 1 min 01 s because of signal SIGTERM (--resume goes on)"
-        " | lm loss validation 8.5000 at the start, none since",
+        " | lm loss validation 8.5000 at the start",
     ),
     (
         {"event": "end", "iteration": 8, "seconds": 61.0, "stopped": "signal SIGTERM"} | dict.fromkeys(LOSSES),
