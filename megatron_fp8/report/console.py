@@ -10,13 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_fp8.report.durations import format_seconds
-from megatron_fp8.report.events import Level, event_level, event_line
+from megatron_fp8.report.events import MEASUREMENTS, Level, event_level, event_line
 from megatron_fp8.report.live_line import LiveLine
 from megatron_fp8.report.record import Value
 
 DATA_WAIT_WORTH_SAYING = 0.05
 # Numbers of single tensors are for files and dashboards.
-_NO_LINE = ("fp8", "fp8-check", "norms")
+_NO_LINE = MEASUREMENTS - {"train", "validation"}
 _STYLES = {Level.INFO: "", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 
 
