@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_fp8.data.cuts import Cuts
 from megatron_fp8.data.sources.block import Block
 from megatron_fp8.data.token_file import token_dtype
 from megatron_fp8.data.tokenizer import Tokenizer
 
-LONGEST_PIECE_CHARS = 2**20
-# As in `sources.reading`: splitting there gives the tokens of the whole with the usual patterns.
-_LINE_END = re.compile(r"\S\n(?=\S)")
-_TAIL_CHARS = 2**14
+# Long texts are encoded in parts where they may be: some tokenizers take a hundred times a text's size in memory, and
+# twice the time.
+LONGEST_PIECE_CHARS = 2**15
 _KEPT_BROKEN = 20
 
 
@@ -114,32 +113,32 @@ def encode_documents(
     dtype = token_dtype(tokenizer.vocab_size)
     if not texts:
         return Encoded(np.empty(0, dtype), [], 0, 0)
-    pieces = [list(_pieces_of(text)) for text in texts]
-    arrays = tokenizer.encode_batch([piece for parts in pieces for piece in parts])
-    first_pieces = np.cumsum([0, *map(len, pieces)])[:-1]
-    lengths = np.add.reduceat(np.array([len(ids) for ids in arrays]), first_pieces)
+    text_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+    pieces, counts = _pieces_of(texts, tokenizer.cuts, continues)
+    flat = tokenizer.encode_flat(pieces)
+    lengths = flat.lengths if counts is None else np.add.reduceat(flat.lengths, np.cumsum([0, *counts])[:-1])
     is_open = np.arange(len(texts)) >= len(texts) - int(open_end)
     is_rest = np.arange(len(texts)) < int(continues)
     is_empty = (lengths == 0) & ~is_open & ~is_rest
     # All ids are below vocab_size, which the dtype is chosen for.
-    tokens = np.concatenate(arrays, dtype=dtype, casting="unsafe")
+    tokens = flat.ids.astype(dtype, casting="unsafe", copy=False)
     if append_eod:
         has_end = ~is_open & ~is_empty
         tokens = np.insert(tokens, np.cumsum(lengths)[has_end], tokenizer.eod_id)
-        lengths += has_end
-    return Encoded(tokens, lengths[~is_empty].tolist(), sum(len(text.encode()) for text in texts), int(is_empty.sum()))
+        lengths = lengths + has_end
+    return Encoded(tokens, lengths[~is_empty].tolist(), text_bytes, int(is_empty.sum()))
 
 
-def _pieces_of(text: str) -> Iterator[str]:
-    """A text whole, or a very long one in pieces: a tokenizer takes a hundred times a text's size in memory."""
-    start = 0
-    while len(text) - start > LONGEST_PIECE_CHARS:
-        end = start + LONGEST_PIECE_CHARS
-        matches = list(_LINE_END.finditer(text, end - _TAIL_CHARS, end + 1))
-        ends = [match.end() for match in matches if match.end() <= end]
-        yield text[start : ends[-1] if ends else end]
-        start = ends[-1] if ends else end
-    yield text[start:]
+def _pieces_of(texts: Sequence[str], cuts: Cuts | None, continues: bool) -> tuple[Sequence[str], list[int] | None]:
+    """Texts in parts, and how many each has; None: one. `continues`: the first is the rest of a document."""
+    if cuts is None:
+        return texts, None
+    if continues and cuts.begins_with_space:
+        texts = [cuts.rest(texts[0]), *texts[1:]]
+    if max(map(len, texts)) <= LONGEST_PIECE_CHARS:
+        return texts, None
+    parts = [list(cuts.parts(text, LONGEST_PIECE_CHARS)) for text in texts]
+    return [part for of_text in parts for part in of_text], list(map(len, parts))
 
 
 def texts_of(block: Block, settings: Settings) -> Texts:
@@ -162,7 +161,7 @@ def texts_of(block: Block, settings: Settings) -> Texts:
 def _records(block: Block, keys: Sequence[str]) -> Iterator[list[str] | BrokenLineError]:
     """The text under each key of each line, row or file, or why there is none."""
     if block.broken is not None:
-        yield BrokenLineError(block.source, block.first_number, block.broken)
+        yield BrokenLineError(block.source, block.first_number if block.kind == "lines" else None, block.broken)
     elif block.kind == "lines":
         for number, line in enumerate(block.lines.split(b"\n"), block.first_number):
             if line and not line.isspace():

@@ -122,7 +122,10 @@ def _encode_rest(
     """Encode what comes after `progress`, and keep it up to date, in memory and on the disk."""
     growing: dict[str, GrowingFile] = {}
     blocks = encode_blocks(
-        read_blocks(files, settings.keys, progress.position, block_bytes), tokenizer, settings, pace.num_workers
+        read_blocks(files, settings.keys, tokenizer.cuts, progress.position, block_bytes),
+        tokenizer,
+        settings,
+        pace.num_workers,
     )
     with closing(blocks):
         try:

@@ -20,7 +20,7 @@ from megatron_fp8.data.sources.block import Position
 from megatron_fp8.data.sources.files import InputFile
 from megatron_fp8.data.tokenizer import Tokenizer
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the same work would give other bytes."""
 _LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken")
 

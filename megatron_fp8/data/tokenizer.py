@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, TYPE, Backend, TokenizerError
+from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, TYPE, Backend, FlatIds, TokenizerError
 from megatron_fp8.data.vocab.byte_level import ByteLevel
 from megatron_fp8.data.vocab.hugging_face import HuggingFace, train_byte_level_bpe
 
@@ -48,6 +48,7 @@ class Tokenizer:
         self.eod_id = backend.eod_id
         # Not the number of tokens: a vocabulary may have holes, and its largest id needs an embedding row.
         self.vocab_size = backend.vocab_size
+        self.cuts = backend.cuts
 
     @classmethod
     def load(
@@ -96,12 +97,16 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without an end-of-document token."""
-        ids: list[int] = self._backend.encode_batch([text])[0].tolist()
+        ids: list[int] = self._backend.encode([text]).ids.tolist()
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Token ids of each text, [num_tokens], of any integer dtype."""
-        return self._backend.encode_batch(texts)
+        return self.encode_flat(texts).split()
+
+    def encode_flat(self, texts: Sequence[str]) -> FlatIds:
+        """Token ids of all texts, one text after another."""
+        return self._backend.encode(texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; `eod_id` shows as its name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from megatron_fp8.data.cuts import WORDS_AND_LINES
 from megatron_fp8.data.encode import Settings, texts_of
 from megatron_fp8.data.sources.files import InputFile
 from megatron_fp8.data.sources.reading import read_blocks
@@ -34,7 +35,8 @@ def _texts(
 ) -> Iterator[str]:
     total_bytes = max(sum(file.size_bytes for file in files), 1)
     taken_bytes = 0
-    for block in read_blocks(files, settings.keys):
+    # What is trained splits texts there too, so that it sees the words of the whole.
+    for block in read_blocks(files, settings.keys, WORDS_AND_LINES):
         if on_progress is not None:
             on_progress(block.done_bytes)
         # Blocks from all over the inputs, as many as keep pace with the share that has been passed.

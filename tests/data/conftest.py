@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from megatron_fp8.data.tokenizer import Tokenizer, train_bpe
+from megatron_fp8.data.tokenizer import END_OF_DOCUMENT, Tokenizer, train_bpe
+from megatron_fp8.data.vocab.json_byte_pairs import LETTER_OF_BYTE
 
 TEXTS = [
     "def add(first, second):\n    return first + second\n",
@@ -34,3 +36,17 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def ranks(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The byte-level BPE of the other tests as a file of ranks: its ids, less that of `<|endoftext|>`, are ranks."""
+    vocabulary = json.loads(Path(tokenizer.path).read_text(encoding="utf-8"))["model"]["vocab"]
+    letters = {letter: byte for byte, letter in LETTER_OF_BYTE.items()}
+    path = tmp_path_factory.mktemp("ranks") / "own.tiktoken"
+    with path.open("wb") as stream:
+        for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
+            if token != END_OF_DOCUMENT:
+                content = bytes(letters[letter] for letter in token)
+                stream.write(base64.b64encode(content) + f" {number - 1}\n".encode())
+    return path

@@ -229,11 +229,10 @@ def test_a_long_text_in_parts_gives_the_tokens_of_the_whole(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_fp8.data.encode.LONGEST_PIECE_CHARS", 120)
-    monkeypatch.setattr("megatron_fp8.data.encode._TAIL_CHARS", 100)
     text = "def add(first, second):\n    return first\n\n\n  # Füße 東京\nprint(3)\n" * 40
     sizes: list[int] = []
-    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: sizes.extend(map(len, texts)) or encode_batch(texts))
-    encode_batch = Tokenizer.load(tokenizer.path).encode_batch
+    monkeypatch.setattr(tokenizer, "encode_flat", lambda texts: sizes.extend(map(len, texts)) or encode_flat(texts))
+    encode_flat = Tokenizer.load(tokenizer.path).encode_flat
     encoded = encode_documents([text, "end"], tokenizer, append_eod=True)
     assert len(sizes) > 20
     assert max(sizes) <= 120

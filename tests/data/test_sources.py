@@ -13,10 +13,11 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fp8.data.cuts import ANYWHERE, WORDS_AND_LINES
 from megatron_fp8.data.encode import BrokenLineError, Settings, TokenizerFile, texts_of
 from megatron_fp8.data.sources.block import Block, InputError, Position
 from megatron_fp8.data.sources.files import find_inputs
-from megatron_fp8.data.sources.reading import _LINE_END, LONGEST_LINE_BYTES, _cut_of, read_blocks
+from megatron_fp8.data.sources.reading import LONGEST_LINE_BYTES, _cut_of, read_blocks
 
 TEXTS = [f"Text {number}: " + "Füße 東京\n" * (number % 5) for number in range(60)]
 SETTINGS = Settings(TokenizerFile(None, "ByteLevelTokenizer"))
@@ -64,7 +65,7 @@ FORMATS = [jsonl, gzipped, zstandard_frames, parquet, text_files]
 
 
 def blocks(path: Path, start: Position | None = None, block_bytes: int = 200) -> list[Block]:
-    return list(read_blocks(find_inputs([str(path)], "auto", ["text"]), ["text"], start, block_bytes))
+    return list(read_blocks(find_inputs([str(path)], "auto", ["text"]), ["text"], WORDS_AND_LINES, start, block_bytes))
 
 
 def documents(found: Sequence[Block]) -> list[str]:
@@ -112,16 +113,41 @@ def test_a_long_text_comes_in_pieces_and_goes_on_inside(tmp_path: Path) -> None:
 @given(text=st.text(min_size=8), most_bytes=st.integers(4, 8))
 def test_a_cut_is_between_characters(text: str, most_bytes: int) -> None:
     content = text.encode()
-    cut = _cut_of(content, min(most_bytes, len(content) - 1))
-    assert 0 < cut <= most_bytes
-    content[:cut].decode()
-    content[cut:].decode()
+    cut = _cut_of(content, ANYWHERE, min(most_bytes, len(content) - 1))
+    if cut is not None:
+        assert 0 < cut <= most_bytes
+        content[:cut].decode()
+        content[cut:].decode()
 
 
-def test_a_cut_is_after_the_last_line_that_ends_in_text() -> None:
-    content = b"one\ntwo\n\n three and more"
-    assert _cut_of(content, 20) == len(b"one\n")
-    assert _LINE_END.search(content) is not None
+def test_a_text_that_may_not_be_cut_is_one_block_however_long(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("many words\n" * 1000)
+    files = find_inputs([str(tmp_path)], "auto", ["text"])
+    (block,) = read_blocks(files, ["text"], None, None, 200)
+    assert (block.continues, block.open_end, block.end) == (False, False, Position(1))
+    assert documents([block]) == ["many words\n" * 1000]
+    (tmp_path / "a.txt").write_text("x" * 1000 + " and then words" * 100)
+    found = blocks(tmp_path)
+    assert found[0].pieces[0].text.startswith(b"x" * 1000)
+    assert found[0].size_bytes < 1600
+    assert max(block.size_bytes for block in found[1:]) <= 200
+
+
+def test_a_text_beyond_all_bounds_is_left_out_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_fp8.data.sources.reading.LONGEST_LINE_BYTES", 1000)
+    texts = {"a": "one", "b": "x" * 3000, "c": "two words " * 50 + "x" * 3000, "d": "three"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    found = blocks(tmp_path)
+    with pytest.raises(BrokenLineError, match=r"b: longer than 268,435,456 bytes without a place"):
+        documents(found)
+    skipping = Settings(TokenizerFile(None, "ByteLevelTokenizer"), skip_broken_lines=True)
+    kept = [texts_of(block, skipping) for block in found]
+    assert [len(texts.broken) for texts in kept if texts.broken] == [1, 1]
+    left = "".join(text for texts in kept for text in texts.by_key["text"])
+    # What came before the last place to cut of the third had been read by then.
+    assert left == "one" + " ".join(["two words"] * 50) + "three"
+    assert found[-1].end == Position(4)
 
 
 def test_a_line_beyond_all_bounds_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +175,7 @@ def test_several_inputs_come_in_the_order_they_were_named(tmp_path: Path) -> Non
         jsonl(tmp_path / name, [f"of {name}"])
     parquet(tmp_path, ["of columns"])
     names = [str(tmp_path / "texts.parquet"), str(tmp_path / "*" / "*.jsonl")]
-    found = list(read_blocks(find_inputs(names, "auto", ["text"]), ["text"]))
+    found = list(read_blocks(find_inputs(names, "auto", ["text"]), ["text"], None))
     assert documents(found) == ["of columns", "of a", "of b"]
     with pytest.raises(InputError, match="is named twice"):
         find_inputs([str(tmp_path / "a"), *names], "auto", ["text"])

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_fp8.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError
-from megatron_fp8.data.vocab.tiktoken_ranks import PATTERNS
+from megatron_fp8.data.vocab.patterns import PATTERNS
 
 LINES = [
     "to be or not to be that is the question",
@@ -34,27 +34,6 @@ def sentencepiece_model(path: Path, **changes: object) -> Path:
 @pytest.fixture(scope="session")
 def llama_like(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sentencepiece_model(tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model")
-
-
-@pytest.fixture(scope="session")
-def ranks(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The byte-level BPE of the other tests as a file of ranks: its ids, less that of `<|endoftext|>`, are ranks."""
-    vocabulary = json.loads(Path(tokenizer.path).read_text(encoding="utf-8"))["model"]["vocab"]
-    letters = {letter: byte for byte, letter in bytes_of_letters().items()}
-    path = tmp_path_factory.mktemp("ranks") / "own.tiktoken"
-    with path.open("wb") as stream:
-        for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
-            if token != END_OF_DOCUMENT:
-                content = bytes(letters[letter] for letter in token)
-                stream.write(base64.b64encode(content) + f" {number - 1}\n".encode())
-    return path
-
-
-def bytes_of_letters() -> dict[int, str]:
-    """GPT-2's letter for each byte: printable ones stand for themselves, the others for letters from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
 @settings(deadline=None)

@@ -1,11 +1,11 @@
 """Owns reading the inputs block by block, from any position; memory is bounded by the block, not by the file.
 
-Where a long text is cut does not depend on where reading began, so work that goes on later gives the same tokens.
+A text is cut only where its tokenizer allows it (`cuts`), elsewhere it is one block however long. Where it is cut does
+not depend on where reading began, so work that goes on later gives the same tokens.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
@@ -13,21 +13,28 @@ from itertools import accumulate, groupby
 import pyarrow
 import pyarrow.parquet
 
+from megatron_fp8.data.cuts import Cuts
 from megatron_fp8.data.sources.block import BLOCK_BYTES, Block, InputError, Piece, Position
 from megatron_fp8.data.sources.files import JSONL, PARQUET, InputFile
 from megatron_fp8.data.sources.stream import Stream
 
 LONGEST_LINE_BYTES = 2**28
+"""Of a line, and of a text or the part of one up to the next place where it may be cut."""
 _MOST_ROWS = 10_000
-# The last line end with text on both sides: splitting there gives the tokens of the whole with the usual patterns.
-_LINE_END = re.compile(rb"\S\n(?=\S)")
-_TAIL_BYTES = 2**14
+_TOO_LONG = f"longer than {LONGEST_LINE_BYTES:,} bytes without a place where the tokenizer's texts may be cut"
 
 
 def read_blocks(
-    files: Sequence[InputFile], keys: Sequence[str], start: Position | None = None, block_bytes: int = BLOCK_BYTES
+    files: Sequence[InputFile],
+    keys: Sequence[str],
+    cuts: Cuts | None,
+    start: Position | None = None,
+    block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[Block]:
-    """The texts of `files` from `start` on, in blocks of about `block_bytes`. Raises InputError and OSError."""
+    """The texts of `files` from `start` on, in blocks of about `block_bytes`. Raises InputError and OSError.
+
+    `cuts`: where a long text file may be cut; None: nowhere.
+    """
     start = start or Position()
     stored_before = [0, *accumulate(file.size_bytes for file in files)]
     for format_, group in groupby(range(start.file, len(files)), lambda index: files[index].format):
@@ -38,7 +45,7 @@ def read_blocks(
         elif format_ == PARQUET:
             blocks = (block for index, at in here for block in _rows(files[index], at, keys, block_bytes))
         else:
-            blocks = _pieces(files, here, block_bytes)
+            blocks = _pieces(files, here, cuts, block_bytes)
         for block in blocks:
             yield replace(block, done_bytes=stored_before[block.end.file] + block.done_bytes)
 
@@ -142,20 +149,27 @@ def _batch_rows(group: pyarrow.parquet.RowGroupMetaData, keys: Sequence[str], bl
     return min(max(block_bytes * group.num_rows // max(size, 1), 1), _MOST_ROWS)
 
 
-def _pieces(files: Sequence[InputFile], here: Sequence[tuple[int, Position]], block_bytes: int) -> Iterator[Block]:
+def _pieces(
+    files: Sequence[InputFile], here: Sequence[tuple[int, Position]], cuts: Cuts | None, block_bytes: int
+) -> Iterator[Block]:
     """Files of text, many in a block; one that is longer than a block in several."""
     pieces: list[Piece] = []
     size = 0
     for index, start in here:
         offset = start.offset
         with Stream(files[index].path, offset) as stream:
-            for text, is_last in _parts_of_text(stream, block_bytes):
+            for text, is_last in _parts_of_text(stream, cuts, block_bytes):
                 continues = offset > 0
-                if pieces and (continues or size + len(text) > block_bytes or not is_last):
+                if pieces and (text is None or continues or size + len(text) > block_bytes or not is_last):
                     # A document in several pieces begins its own block, so that only a block's ends are open.
                     yield _piece_block(pieces, Position(index))
                     pieces, size = [], 0
-                pieces.append(Piece(str(files[index].path), text))
+                source = str(files[index].path)
+                if text is None:
+                    nothing = [Piece(source, b"")]
+                    yield replace(_piece_block(nothing, Position(index + 1), continues), broken=_TOO_LONG)
+                    break
+                pieces.append(Piece(source, text))
                 size += len(text)
                 offset += len(text)
                 if continues or not is_last:
@@ -183,28 +197,42 @@ def _piece_block(
     )
 
 
-def _parts_of_text(stream: Stream, part_bytes: int) -> Iterator[tuple[bytes, bool]]:
-    """(a part of at most `part_bytes`, whether it is the last) of a text; an empty text is one empty part."""
-    buffer = b""
+def _parts_of_text(stream: Stream, cuts: Cuts | None, part_bytes: int) -> Iterator[tuple[bytes | None, bool]]:
+    """(a part, whether it is the last) of a text; an empty text is one empty part. None: a part that is too long.
+
+    A part has at most `part_bytes` where `cuts` has a place in so many, else as many times two as it takes.
+    """
+    buffer, most_bytes = b"", part_bytes
     while True:
-        while len(buffer) <= part_bytes:
-            chunk = stream.read(part_bytes)
-            if not chunk:
-                yield buffer, True
-                return
-            buffer += chunk
-        cut = _cut_of(buffer, part_bytes)
-        yield buffer[:cut], False
-        buffer = buffer[cut:]
+        chunks = [buffer]
+        missing = most_bytes + 1 - len(buffer)
+        while missing > 0 and (chunk := stream.read(min(missing, part_bytes))):
+            chunks.append(chunk)
+            missing -= len(chunk)
+        buffer = b"".join(chunks)
+        if missing > 0:
+            yield buffer, True
+            return
+        cut = _cut_of(buffer, cuts, most_bytes) if cuts is not None else None
+        if cut is not None:
+            yield buffer[:cut], False
+            buffer, most_bytes = buffer[cut:], part_bytes
+        elif most_bytes >= LONGEST_LINE_BYTES:
+            yield None, True
+            return
+        else:
+            most_bytes = min(2 * most_bytes, LONGEST_LINE_BYTES)
 
 
-def _cut_of(text: bytes, most_bytes: int) -> int:
-    """Where to cut a longer text: after a line, where there is one, and never inside a character."""
-    for begin in (max(most_bytes - _TAIL_BYTES, 0), 0):
-        ends = [match.end() for match in _LINE_END.finditer(text, begin, most_bytes + 1) if match.end() <= most_bytes]
-        if ends:
-            return ends[-1]
-    cut = most_bytes
-    while cut > 1 and text[cut] & 0xC0 == 0x80:
-        cut -= 1
-    return cut
+def _cut_of(text: bytes, cuts: Cuts, most_bytes: int) -> int | None:
+    """The last place within `most_bytes` where a longer text may be cut; None: there is none."""
+    end = most_bytes
+    while end > 0 and text[end] & 0xC0 == 0x80:
+        end -= 1
+    try:
+        begin = text[:end].decode()
+    except UnicodeDecodeError:
+        # Such a text is refused when it is encoded, wherever it is cut.
+        return max(end, 1)
+    place = cuts.last(begin, 0, len(begin))
+    return len(begin[:place].encode()) if place is not None else None

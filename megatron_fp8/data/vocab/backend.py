@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.data.cuts import Cuts
 
 END_OF_DOCUMENT = "<|endoftext|>"
 MODEL = "tokenizer_model"
@@ -38,6 +40,33 @@ class TokenizerError(BadInputError):
         return type(self), (self.reason, self.use_instead, self.key)
 
 
+@dataclass(frozen=True)
+class FlatIds:
+    """Ids of several texts, one text after another."""
+
+    ids: NDArray[np.integer]
+    """[sum(lengths)], of any integer dtype."""
+    lengths: NDArray[np.int64]
+    """Tokens of each text, [num_texts]."""
+
+    @classmethod
+    def of(cls, arrays: Sequence[NDArray[np.integer]]) -> FlatIds:
+        """From the ids of each text."""
+        lengths = np.array([len(ids) for ids in arrays], dtype=np.int64)
+        return cls(np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int32), lengths)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[FlatIds]) -> FlatIds:
+        """The texts of all parts, in their order; there is one part at least."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(np.concatenate([part.ids for part in parts]), np.concatenate([part.lengths for part in parts]))
+
+    def split(self) -> list[NDArray[np.integer]]:
+        """The ids of each text."""
+        return np.split(self.ids, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
+
+
 class Backend(Protocol):
     """One kind of tokenizer. No text gives `eod_id`: a document cannot end itself."""
 
@@ -46,8 +75,11 @@ class Backend(Protocol):
     vocab_size: int
     """Largest id + 1, which is more than the number of tokens where the vocabulary has holes."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Ids of each text, [num_tokens], of any integer dtype."""
+    cuts: Cuts | None
+    """Where a text may be cut; None: nowhere."""
+
+    def encode(self, texts: Sequence[str]) -> FlatIds:
+        """Ids of all texts."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; special tokens show as their names."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+
+from megatron_fp8.data.cuts import ANYWHERE, Cuts
+from megatron_fp8.data.vocab.backend import FlatIds
 
 NUM_BYTES = 256
 
@@ -20,10 +22,11 @@ class ByteLevel:
         self._eod_token = eod_token
         self.eod_id = NUM_BYTES
         self.vocab_size = NUM_BYTES + 1
+        self.cuts: Cuts | None = ANYWHERE
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The bytes of each text."""
-        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+    def encode(self, texts: Sequence[str]) -> FlatIds:
+        """The bytes of all texts."""
+        return FlatIds.of([np.frombuffer(text.encode(), dtype=np.uint8) for text in texts])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Bytes that are no UTF-8 show as replacement characters. Raises ValueError for an id that is no byte."""

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, EOD, TokenizerError
+from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, EOD, FlatIds, TokenizerError
 from megatron_fp8.data.vocab.byte_level import NUM_BYTES
+from megatron_fp8.data.vocab.json_byte_pairs import JsonBytePairs
+from megatron_fp8.data.vocab.json_cuts import cuts_of
 
 # What names the end token of a tokenizer, beside its file.
 _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
+# Of text in one call: less is encoded before anything else could be made ready.
+_WORTH_CHARS = 2**16
 
 
 class HuggingFace:
@@ -24,7 +28,8 @@ class HuggingFace:
 
     def __init__(self, path: Path, eod_token: str | None) -> None:
         try:
-            self._backend = tokenizers.Tokenizer.from_file(str(path))
+            content = path.read_text(encoding="utf-8")
+            self._backend = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library raises a bare Exception for every kind of damage
             raise TokenizerError(
                 f"{path} is not a tokenizer.json of the tokenizers library: {error}",
@@ -38,18 +43,30 @@ class HuggingFace:
         self.eod_token = _eod_token(path, vocabulary, eod_token, self._special())
         self.eod_id = vocabulary[self.eod_token]
         self.vocab_size = max(vocabulary.values()) + 1
-        if self.eod_id in self.encode_batch([self.eod_token])[0]:
+        self._content: dict[str, Any] = json.loads(content)
+        self.cuts = cuts_of(self._content)
+        if self.eod_id in self._encode_by_library([self.eod_token]).ids:
             raise TokenizerError(
                 f"{path} reads {self.eod_token} inside a text as the end of a document: a text could end itself",
                 'give the token "special": true among its added_tokens, or name another data.eod_token',
                 EOD,
             )
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Ids of each text, without what the tokenizer would put before or after it."""
-        # Not `encode_batch_fast`, which does without the tokens' places in the text: it takes 1.2 to 1.7 times as long.
+    def encode(self, texts: Sequence[str]) -> FlatIds:
+        """Ids of all texts, without what the tokenizer would put before or after each."""
+        if sum(map(len, texts)) < _WORTH_CHARS or self._byte_pairs is None:
+            return self._encode_by_library(texts)
+        return self._byte_pairs.encode(texts, self._encode_by_library)
+
+    @cached_property
+    def _byte_pairs(self) -> JsonBytePairs | None:
+        """The same by tiktoken's core, where that is possible. Made when there is much to encode: it takes a while."""
+        return JsonBytePairs.of(self._content)
+
+    def _encode_by_library(self, texts: Sequence[str]) -> FlatIds:
+        # `encode_batch_fast`, which does without the tokens' places in the text, is not always the faster of the two.
         encodings = self._backend.encode_batch(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        return FlatIds.of([np.array(encoding.ids, dtype=np.int32) for encoding in encodings])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`."""

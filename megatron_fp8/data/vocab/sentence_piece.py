@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import sentencepiece
-from numpy.typing import NDArray
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made at import
 
-from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, EOD, TokenizerError
+from megatron_fp8.data.cuts import AT_SPACES, BEFORE_WORDS, Cuts
+from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, EOD, FlatIds, TokenizerError
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_ACROSS = re.compile(rf"[^{_SPACE}]{_SPACE}")
 
 
 class SentencePiece:
@@ -23,6 +28,7 @@ class SentencePiece:
             raise TokenizerError(
                 f"{path} is not a SentencePiece model: {error}", "name a whole .model file of SentencePiece"
             ) from error
+        self.cuts = _cuts_of(self._model)
         self.eod_token = eod_token or self._own_eod(path)
         self.eod_id = self._model.PieceToId(self.eod_token)
         self.vocab_size: int = self._model.GetPieceSize()
@@ -36,9 +42,10 @@ class SentencePiece:
                 EOD,
             )
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Ids of each text, without beginning and end."""
-        return [np.array(ids, dtype=np.int32) for ids in self._model.Encode(list(texts), num_threads=1)]
+    def encode(self, texts: Sequence[str]) -> FlatIds:
+        """Ids of all texts, without beginning and end of each."""
+        encoded = self._model.Encode(list(texts), num_threads=1)
+        return FlatIds.of([np.array(ids, dtype=np.int32) for ids in encoded])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; the end of a document, for which the library would show nothing, by its name."""
@@ -65,3 +72,25 @@ class SentencePiece:
         numbers = range(self._model.GetPieceSize())
         control = [self._model.IdToPiece(number) for number in numbers if self._model.IsControl(number)]
         return f"set data.eod_token to one of its control pieces: {', '.join(control[:10]) or 'it has none'}"
+
+
+def _cuts_of(model: sentencepiece.SentencePieceProcessor) -> Cuts | None:
+    """Where to cut: at spaces of a BPE none of whose pieces has a space after something else; None: nowhere.
+
+    A unigram model adds up scores along the whole text, so that how they are rounded depends on what came before.
+    """
+    message = ModelProto.FromString(model.serialized_model_proto())
+    normalizer, trainer = message.normalizer_spec, message.trainer_spec
+    pieces = [piece.piece for piece in message.pieces]
+    is_local = (
+        trainer.model_type == trainer.BPE
+        and not normalizer.precompiled_charsmap
+        and normalizer.escape_whitespaces
+        and not trainer.treat_whitespace_as_suffix
+        and _SPACE in pieces
+        and not any(_ACROSS.search(piece) for piece in pieces)
+    )
+    if is_local and normalizer.add_dummy_prefix:
+        return AT_SPACES
+    # Spaces at the beginning of a part would be removed, too.
+    return BEFORE_WORDS if is_local and not normalizer.remove_extra_whitespaces else None

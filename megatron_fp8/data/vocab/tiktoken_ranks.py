@@ -1,8 +1,7 @@
 """Owns files of ranks as tiktoken has them: a line is a token's bytes in base64 and its rank, which is its id.
 
 Such a file does not say how text is split into words before tokens are merged, so the pattern must be named: one of
-`PATTERNS`, or a regular expression. Sources of the patterns: tiktoken's `openai_public`, and of `v1` and `v2`
-Megatron Core's `tiktoken_tokenizer`.
+`patterns.PATTERNS`, or a regular expression.
 """
 
 from __future__ import annotations
@@ -11,30 +10,11 @@ import base64
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import tiktoken
-from numpy.typing import NDArray
+from megatron_fp8.data.cuts import WORDS_AND_LINES
+from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, PATTERN, FlatIds, TokenizerError
+from megatron_fp8.data.vocab.joined_texts import JoinedTexts
+from megatron_fp8.data.vocab.patterns import PATTERNS
 
-from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, PATTERN, TokenizerError
-
-_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
-_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SHORTENED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_CL100K = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
-    r"|\s+(?!\S)|\s"
-)
-PATTERNS = {
-    "gpt2": _GPT2,
-    "r50k_base": _GPT2,
-    "p50k_base": _GPT2,
-    "cl100k_base": _CL100K,
-    "o200k_base": _WORDS % (_SHORTENED, _SHORTENED) + r"|\p{N}{1,3}" + _TAIL,
-    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    "v2": _WORDS % ("", "") + r"|\p{N}" + _TAIL,
-}
 # Where the published encodings have their end of a document; elsewhere it is the first id after the ranks.
 _PUBLISHED_EODS = {"gpt2": 50256, "r50k_base": 50256, "p50k_base": 50256, "cl100k_base": 100257, "o200k_base": 199999}
 
@@ -57,21 +37,18 @@ class TiktokenRanks:
         # A file of ranks of one's own may be split as a published one is, and be larger or much smaller.
         self.eod_id = published if path.name.partition(".")[0] == name and published >= after else after
         self.vocab_size = self.eod_id + 1
+        # What another expression does at a place, no one knows.
+        self.cuts = WORDS_AND_LINES if name in PATTERNS else None
         self._bytes = {rank: token for token, rank in ranks.items()} | {self.eod_id: self.eod_token.encode()}
         try:
-            self._encoding = tiktoken.Encoding(
-                name,
-                pat_str=PATTERNS.get(name, name),
-                mergeable_ranks=ranks,
-                special_tokens={self.eod_token: self.eod_id},
-            )
+            self._texts = JoinedTexts(PATTERNS.get(name, name), ranks)
         except Exception as error:  # the library raises what its regular expressions do, and bare assertions
             reason = f"{name} is neither one of {', '.join(PATTERNS)} nor a regular expression of tiktoken: {error!r}"
             raise TokenizerError(reason, "name one of these", PATTERN) from error
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Ids of each text."""
-        return [np.array(self._encoding.encode_ordinary(text), dtype=np.int32) for text in texts]
+    def encode(self, texts: Sequence[str]) -> FlatIds:
+        """Ids of all texts."""
+        return self._texts.encode(texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are no UTF-8 show as replacement characters, ids that are no token by number.
