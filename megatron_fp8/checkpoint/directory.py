@@ -12,6 +12,7 @@ whatever moment a job is killed at, the latest one is whole. Imports no torch; m
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -31,7 +32,8 @@ from megatron_fp8.checkpoint.manifest import (
 )
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_WHOLE = re.compile(r"iter_(\d{7,})")
+_WHOLE = re.compile(r"iter_(\d{7,18})", re.ASCII)
+_ITERATION = re.compile(r"\d{1,18}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,7 @@ class CheckpointDirectory:
         What a killed job left of an earlier try is removed.
         """
         path = self.incomplete(iteration)
-        if path.exists():
-            shutil.rmtree(path)
+        _remove(path)
         path.mkdir(parents=True)
         return path
 
@@ -74,16 +75,16 @@ class CheckpointDirectory:
         write_manifest(incomplete, replace(manifest, files=gathered_sums(incomplete)))
         remove_sums(incomplete)
         sync(incomplete)
-        if path.exists():
+        if os.path.lexists(path):
             # Out of the way under a name that nobody loads; the tracker must not name it meanwhile.
             older = self.newest_whole(before=manifest.iteration, contents=False)
             if older is not None:
                 write_whole(self.root / TRACKER, f"{older}\n")
             old = self.root / f".{path.name}.replaced"
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
             path.rename(old)
             incomplete.rename(path)
-            shutil.rmtree(old)
+            _remove(old)
         else:
             incomplete.rename(path)
         sync(self.root)
@@ -104,7 +105,7 @@ class CheckpointDirectory:
             text = path.read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             return None
-        if not text.isdecimal():
+        if not _ITERATION.fullmatch(text):
             raise CheckpointError(f"{path} says {text!r}, not an iteration; write one of {self.iterations()} into it")
         return int(text)
 
@@ -132,8 +133,9 @@ class CheckpointDirectory:
                 continue
             # First out of sight, so that a half removed one is never taken for a checkpoint.
             doomed = self.root / f".iter_{iteration:07d}.removed"
+            _remove(doomed)
             self.path(iteration).rename(doomed)
-            shutil.rmtree(doomed)
+            _remove(doomed)
             removed.append(iteration)
         return removed
 
@@ -146,7 +148,7 @@ class CheckpointDirectory:
         for iteration in self.iterations():
             if iteration > after:
                 path = self.root / f"{self.path(iteration).name}.abandoned"
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
                 self.path(iteration).rename(path)
                 aside.append(path)
         if aside:
@@ -157,10 +159,18 @@ class CheckpointDirectory:
         """Remove what killed jobs left: half written, half removed. Called by one rank before training starts."""
         left = list(self._leftovers())
         for path in left:
-            shutil.rmtree(path)
+            _remove(path)
         return left
 
     def _leftovers(self) -> Iterator[Path]:
         if self.root.is_dir():
             for suffix in ("incomplete", "replaced", "removed"):
                 yield from sorted(self.root.glob(f".iter_*.{suffix}"))
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint if it is there; of a link to one on another disk the link, and nothing that it leads to."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)

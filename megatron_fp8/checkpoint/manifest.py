@@ -109,6 +109,8 @@ def read_manifest(directory: Path) -> Manifest:
             raise ValueError("it is not what was written: its SHA-256 differs")
         files = {name: FileSum(**value) for name, value in values.pop("files").items()}
         manifest = Manifest(**values, files=files)
+        if type(manifest.iteration) is not int or manifest.iteration < 0:
+            raise ValueError(f"{manifest.iteration!r} is no iteration")
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist: {directory} is not a whole checkpoint") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -140,14 +142,21 @@ def damage(directory: Path, contents: bool = True, share: tuple[int, int] = (0, 
     for index, (name, expected) in enumerate(manifest.files.items()):
         path = directory / name
         contents_here = contents and index % num_readers == reader
-        if Path(name).name != name:
+        if not is_file_name(name):
             yield f"{directory / MANIFEST} names {name!r}, which is outside of its directory"
+        elif path.is_symlink():
+            yield f"{path} is a link, which can lead anywhere: copy the checkpoint with the files themselves (cp -rL)"
         elif not path.is_file():
             yield f"{path} is missing"
         elif path.stat().st_size != expected.num_bytes:
             yield f"{path} has {path.stat().st_size:,} bytes; {expected.num_bytes:,} were written"
         elif contents_here and file_sum(path).sha256 != expected.sha256:
             yield f"{path} is not what was written: its SHA-256 differs"
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name that a checkpoint gives is that of a file in its own directory."""
+    return name not in ("", ".", "..") and Path(name).name == name
 
 
 def file_sum(path: Path) -> FileSum:
@@ -165,7 +174,9 @@ def file_sum(path: Path) -> FileSum:
 def write_whole(path: Path, text: str) -> None:
     """Replace a file's text so that after a crash either the old or the new text is there."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    # What is there is left of a killed job, or a link that somebody put there.
+    temporary.unlink(missing_ok=True)
+    with temporary.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8.checkpoint.manifest import CheckpointError
+from megatron_fp8.checkpoint.manifest import CheckpointError, is_file_name
 
 INDEX = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -86,7 +86,9 @@ def read_plain_index(directory: Path) -> dict[str, IndexedTensor]:
     try:
         index = _Reader(io.BytesIO(path.read_bytes())).load()
         stored = {
-            (key.fqn, tuple(key.offset or ())): _place(information) for key, information in index.storage_data.items()
+            # What is no tensor has no offset.
+            (key.fqn, tuple(getattr(key, "offset", None) or ())): _place(information)
+            for key, information in index.storage_data.items()
         }
         tensors = {
             name: _tensor(name, tensor, stored)
@@ -130,6 +132,8 @@ class _Reader(pickle.Unpickler):
 
 
 def _place(information: Any) -> tuple[str, int, int]:
+    if not is_file_name(information.relative_path):
+        raise CheckpointError(f"it names the file {information.relative_path!r}, which is outside of its directory")
     return information.relative_path, information.offset, information.length
 
 

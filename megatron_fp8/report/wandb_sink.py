@@ -13,6 +13,7 @@ that is given, and so the above; it also needs a network.
 """
 
 import math
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ from megatron_fp8.report.record import Value
 from megatron_fp8.report.series import series_of
 
 ID_FILE = "wandb_id.txt"
+# As wandb's server takes them.
+_RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 # Training waits for the server's answer, and again at each new attempt.
 _MOST_SECONDS_TO_START = 30.0
 # The run is over; what was not uploaded by then can be, later.
@@ -61,7 +64,7 @@ class WandbSink:
     def __init__(self, run: WandbRun) -> None:
         settings = run.logging
         self._offline = settings.wandb_mode == "offline"
-        run_id = _run_id(run.run_directory)
+        run_id = run_id_of(run.run_directory)
         run.save_dir.mkdir(parents=True, exist_ok=True)
         if self._offline:
             _remove_offline_files(run.save_dir, run_id)
@@ -145,12 +148,18 @@ def _map(row: list[float]) -> wandb.Histogram:
     return wandb.Histogram(np_histogram=(np.array(row), np.arange(len(row) + 1)))
 
 
-def _run_id(run_directory: Path) -> str:
-    """The run's id at wandb, kept in its directory so that a job which goes on continues the same curves."""
+def run_id_of(run_directory: Path) -> str:
+    """The run's id at wandb, kept in its directory so that a job which goes on continues the same curves.
+
+    Raises ValueError for a text that is none: it becomes part of the names of files, also of those that are removed.
+    """
     path = run_directory / ID_FILE
     if not path.exists():
         path.write_text(generate_id() + "\n", encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()
+    run_id = path.read_text(encoding="utf-8").strip()
+    if not _RUN_ID.fullmatch(run_id):
+        raise ValueError(f"{path} says {run_id!r}, which is no id of a run: remove the file for a new one")
+    return run_id
 
 
 def _remove_offline_files(save_dir: Path, run_id: str) -> None:
