@@ -6,7 +6,7 @@ Must not know where batches come from, what is written, or how long training las
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from megatron_fp8.optim.update import update_if
 from megatron_fp8.parallel.groups import ParallelGroups
 from megatron_fp8.precision.manager import PrecisionManager
 from megatron_fp8.train.step_times import DATA, GRADIENTS, OPTIMIZER, SCALES, StepTimes
@@ -70,17 +71,43 @@ class LossSum:
         return loss_sum / num_tokens if num_tokens > 0 else float("nan")
 
 
+class GlobalLoss:
+    """The mean loss of a step over all ranks, on its way: the device adds it up while nobody waits.
+
+    Collective over the whole world when made; asked for after the gradient norm, which is waited for, it is there.
+    """
+
+    def __init__(self, loss: LossSum) -> None:
+        self._total = loss.sum_and_tokens.clone()
+        self._reduction = torch.distributed.all_reduce(self._total, async_op=True)
+
+    @cached_property
+    def mean(self) -> float | None:
+        """In nats per token; None where no token counted."""
+        if self._reduction is not None:
+            self._reduction.wait()
+        loss_sum, num_tokens = self._total.tolist()
+        return loss_sum / num_tokens if num_tokens > 0 else None if loss_sum == 0 else math.nan
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step did; all but `loss`, this rank's loss sum, is the same on every rank.
 
-    `grad_norm`: global L2 norm before clipping; None, as no number says what it was, when the step was skipped.
-    `skipped`: gradients overflowed under the loss scale, and the weights and moments are as they were.
+    `mean_loss`: over all ranks, in nats per token; None where no token counted. `grad_norm`: global L2 norm before
+    clipping; None, as no number says what it was, when gradients overflowed under the loss scale. `skipped`: for that,
+    or because loss or gradients were not finite, the weights and moments are as they were.
     """
 
     loss: LossSum
+    mean_loss: float | None
     grad_norm: float | None
     skipped: bool
+
+    @property
+    def nonfinite(self) -> bool:
+        """Whether NaN or infinity in loss or gradients was the reason, and not the loss scale."""
+        return self.skipped and self.grad_norm is not None
 
 
 class Stepper:
@@ -137,12 +164,15 @@ class Stepper:
                 return self._update(optimizer, loss)
 
     def _update(self, optimizer: MegatronOptimizer, loss: LossSum) -> StepResult:
-        """New weights and FP8 scales."""
-        succeeded, grad_norm, _ = optimizer.step()
-        norm = float(grad_norm) if succeeded else None
+        """New weights and FP8 scales; neither, on all ranks, where the loss or a gradient of any is not finite.
+
+        The gradients of tokens that do not count are 0 whatever their loss is, so the loss is asked too.
+        """
+        everywhere = GlobalLoss(loss)
+        update = update_if(optimizer, lambda norm: math.isfinite(norm) and math.isfinite(everywhere.mean or 0.0))
         with self._times(SCALES):
-            self._precision.finish_step(skipped=norm is None or not math.isfinite(norm))
-        return StepResult(loss, norm, skipped=norm is None)
+            self._precision.finish_step(skipped=not update.made)
+        return StepResult(loss, everywhere.mean, update.grad_norm, skipped=not update.made)
 
     def evaluate(self, iterators: Sequence[Iterator[MicroBatch]], shape: BatchShape) -> LossSum:
         """Loss over one global batch; training state, FP8 histories included, is left as it was."""

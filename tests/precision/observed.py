@@ -46,7 +46,10 @@ def observed_gemms(step: Callable[[], Any]) -> Counter:
 
 
 def observed_collectives(step: Callable[[], Any], groups: Mapping[str, Any]) -> Counter:
-    """Bytes by (group's name, collective, format) that `step()` asks for, of whole tensors; one-element ones aside."""
+    """Bytes by (group's name, collective, format) that `step()` asks for, of whole tensors; single numbers aside.
+
+    A loss goes with the number of its tokens.
+    """
     import torch.distributed as dist
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
@@ -57,7 +60,7 @@ def observed_collectives(step: Callable[[], Any], groups: Mapping[str, Any]) -> 
         def wrapped(*args: Any, **named: Any) -> Any:
             tensor = named[keyword] if keyword in named else args[position]
             group = named.get("group", next((item for item in args if id(item) in names), None))
-            if tensor.numel() > 1:
+            if tensor.numel() > 2:
                 size = tensor.numel() * tensor.element_size()
                 seen[names.get(id(group), "other"), collective, format_of(tensor)] += size
             return original(*args, **named)
