@@ -25,10 +25,11 @@ from megatron_fp8.config.start import START, Position
 from megatron_fp8.data.blend import Blend
 from megatron_fp8.data.compiled_helpers import HelpersError, compiled_helpers
 from megatron_fp8.data.index_cache import Key, build_cached, cache_key
+from megatron_fp8.data.mapped_files import MappedFiles
 from megatron_fp8.data.order import Order
 from megatron_fp8.data.split_order import SplitOrder, build_order, load_order, save_order
 from megatron_fp8.data.splits import DataKeyError, train_blend, valid_blend
-from megatron_fp8.data.token_file import bin_path, read_index
+from megatron_fp8.data.token_file import bin_path, idx_path, read_index
 from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.data.validation import ValidationSet, drawn_sets, whole_sets
 
@@ -65,7 +66,7 @@ class FileSamples(GPTDataset):
     """The samples of one token file in a given order, as Megatron Core reads them.
 
     Reading raises DataError for a token id beyond the vocabulary: before a run only a part of a large file is read
-    for them, and a GPU would say "device-side assert".
+    for them, and a GPU would say "device-side assert". ShortenedFileError where a file lost its end meanwhile.
     """
 
     def __init__(self, prefix: str, order: Order, config: GPTDatasetConfig) -> None:
@@ -73,12 +74,15 @@ class FileSamples(GPTDataset):
         self._prefix = prefix
         file = GPTDataset.build_low_level_dataset(prefix, config)
         super().__init__(file, prefix, order.document_index, len(order.shuffle_index), MegatronSplit.train, config)
+        arrays = (order.document_index, order.sample_index, order.shuffle_index)
+        self._mapped = MappedFiles.under([bin_path(prefix), idx_path(prefix)], arrays)
 
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
         return self._order.document_index, self._order.sample_index, self._order.shuffle_index
 
     def __getitem__(self, idx: int | None) -> Sample:
         """Sample `idx` of the order."""
+        self._mapped.require_whole()
         sample: Sample = super().__getitem__(idx)
         vocab_size = self.config.tokenizer.vocab_size
         for name in ("tokens", "labels"):
@@ -99,11 +103,13 @@ class BlendedSamples(Dataset[Sample]):
         self._files = files
         self._order = order
         self._num_samples = len(order.blend.file_of)
+        self._mapped = MappedFiles.under([], (order.blend.file_of, order.blend.sample_of))
 
     def __len__(self) -> int:
         return self._num_samples
 
     def __getitem__(self, index: int) -> Sample:
+        self._mapped.require_whole()
         number, sample = self._order.locate(index)
         file = self._files[number]
         # One of which no sample is drawn is not opened.

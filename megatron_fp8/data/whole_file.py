@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_fp8.data.mapped_files import MappedFiles
 from megatron_fp8.data.token_file import TokenFileError, bin_path, read_index
 
 
@@ -25,7 +26,8 @@ class WholeFile:
     so many windows, evenly spaced over the file; None: all. `documents`: which of the file's documents are read, in its
     order; None: all. Indices from `len` on give samples in which no token
     counts, with which a last batch is filled up. Raises TokenFileError for a file that cannot be read, and when an id
-    is read that is not below `vocab_size` (None: any may be): a GPU would say "device-side assert".
+    is read that is not below `vocab_size` (None: any may be): a GPU would say "device-side assert". ShortenedFileError
+    where the file lost its end meanwhile.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class WholeFile:
         self._tokens: NDArray[np.integer] = (
             np.memmap(bin_path(prefix), dtype=index.dtype, mode="r") if self.num_tokens else np.empty(0, index.dtype)
         )
+        self._mapped = MappedFiles([bin_path(prefix)] if self.num_tokens else [])
         available = -(-self.num_tokens // seq_length)
         chosen = available if num_windows is None else min(num_windows, available)
         self._windows = [number * available // chosen for number in range(chosen)] if chosen < available else None
@@ -102,6 +105,7 @@ class WholeFile:
 
     def tokens(self, start: int, end: int) -> NDArray[np.int64]:
         """Tokens `start` to `end` - 1 of the file's documents one after another, [end - start]."""
+        self._mapped.require_whole()
         parts = []
         document = int(np.searchsorted(self._ends, start, side="right"))
         while start < end:
