@@ -45,7 +45,7 @@ class Manifest:
     """What a checkpoint is.
 
     `config`: the run's config as YAML. `layout`: sizes of the job that wrote it. `counters`: iteration, consumed
-    samples and tokens, loss scale and the like. `lists`: layers that have fallen back to BF16, and their counts.
+    samples and tokens, loss scale and the like. `lists`: layers that have fallen back to BF16, their counts, and losses.
     `versions`: of the packages that wrote it. `written`: when, UTC. `files`: all others, by name.
     """
 
@@ -54,7 +54,7 @@ class Manifest:
     layout: Mapping[str, int]
     counters: Mapping[str, float]
     versions: Mapping[str, str]
-    lists: Mapping[str, list[int]] = field(default_factory=dict)
+    lists: Mapping[str, list[Any]] = field(default_factory=dict)
     written: str = ""
     files: Mapping[str, FileSum] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION

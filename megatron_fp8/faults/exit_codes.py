@@ -19,3 +19,7 @@ class ExitCode(IntEnum):
 
 class NonFiniteError(ArithmeticError):
     """The loss or the gradient norm became NaN or infinite."""
+
+
+class RewindError(RuntimeError):
+    """A run has to go back to a checkpoint and cannot, or has done so as often as it may."""

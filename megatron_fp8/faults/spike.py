@@ -34,8 +34,9 @@ class RecentLosses:
     suspects: list[int] = field(default_factory=list)
 
     def as_lists(self) -> dict[str, list[float]]:
-        """Plain data by the names of `SPIKE_LISTS`."""
-        return {_NORMAL: list(self.normal), _SUSPECTS: [float(iteration) for iteration in self.suspects]}
+        """Plain data by the names of `SPIKE_LISTS`, empty lists left out."""
+        lists: dict[str, list[float]] = {_NORMAL: list(self.normal), _SUSPECTS: [*self.suspects]}
+        return {name: values for name, values in lists.items() if values}
 
     @classmethod
     def from_lists(cls, lists: Mapping[str, Sequence[float]]) -> RecentLosses:

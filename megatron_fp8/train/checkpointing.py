@@ -4,7 +4,7 @@ Must not know what a checkpoint holds or how it is written.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
@@ -15,6 +15,7 @@ from megatron_fp8.checkpoint.together import on_rank_0
 from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
+from megatron_fp8.faults.spike import SPIKE_LISTS, RecentLosses
 from megatron_fp8.report.record import Recorder
 from megatron_fp8.train.health import HealthWatch
 from megatron_fp8.train.interval import IntervalLoss
@@ -26,11 +27,15 @@ _INTERVAL = "interval_loss"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: its counters, the losses not recorded yet, the first validation loss in nats per token."""
+    """Where a run is: its counters, the losses not recorded yet, the first validation loss in nats per token.
+
+    `recent`: what says whether the next loss is a spike.
+    """
 
     state: TrainState
     interval: IntervalLoss
     first_validation_loss: float | None
+    recent: RecentLosses = field(default_factory=RecentLosses)
 
 
 class Checkpointer:
@@ -63,10 +68,21 @@ class Checkpointer:
         sums = self.live.load_own(checkpoint, _INTERVAL)
         if sums is not None:
             interval.restore(sums)
-        self._health.load_state_dict(manifest.lists)
+        of_health = {name: values for name, values in manifest.lists.items() if name not in SPIKE_LISTS}
+        self._health.load_state_dict(of_health)
         self._saved_iteration = manifest.iteration
         first = manifest.counters.get("first_validation_loss")
-        return Progress(TrainState.from_counters(manifest.counters), interval, first), notes
+        recent = RecentLosses.from_lists(manifest.lists)
+        return Progress(TrainState.from_counters(manifest.counters), interval, first, recent), notes
+
+    def finish_write(self) -> CheckpointDirectory | None:
+        """Wait for the write that is going on; the directory of the run's checkpoints, None where none are written.
+
+        Collective over all ranks.
+        """
+        if self._writer is not None:
+            self._record(self._writer.wait())
+        return self._directory
 
     def after_step(self, progress: Progress, stops: bool) -> None:
         """Save when it is time, or when the run `stops` after this step; look after the write that is going on."""
@@ -99,7 +115,7 @@ class Checkpointer:
                 "data_parallel_size": layout.data_parallel_size,
             },
             counters=counters,
-            lists=self._health.state_dict(),
+            lists={**self._health.state_dict(), **progress.recent.as_lists()},
             versions=versions(),
             written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )

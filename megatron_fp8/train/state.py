@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
+from megatron_fp8.config.start import Position
+
 # Counters that checkpoints of earlier versions do not have, and what they were then.
 _ADDED_LATER = {
     "overflows_in_a_row": 0,
@@ -62,6 +64,11 @@ class TrainState:
             skipped_samples=self.skipped_samples + reached.consumed_samples - self.consumed_samples,
             rewinds=reached.rewinds + 1,
         )
+
+    @property
+    def position(self) -> Position:
+        """Where in its steps and samples the run is."""
+        return Position(self.iteration, self.consumed_samples, self.skipped_samples)
 
     def as_counters(self) -> dict[str, int]:
         """The counters by name."""

@@ -1,0 +1,105 @@
+"""Owns the way back of a run inside its process: to a checkpoint from before the bad steps, on behind their samples.
+
+A resume in all but the new process. What the run goes on with is first written into the checkpoint's manifest, so that
+a job that is killed later resumes from the same place: it sees the samples that were passed over as little, and knows
+how often the run went back. Must not know why a run goes back, or how the record is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from megatron_fp8.checkpoint.directory import CheckpointDirectory
+from megatron_fp8.checkpoint.manifest import read_manifest, write_manifest
+from megatron_fp8.checkpoint.together import damage_by_all_ranks, on_rank_0
+from megatron_fp8.faults.exit_codes import RewindError
+from megatron_fp8.faults.heartbeat import Phase
+from megatron_fp8.train.bad_steps import Rewind
+from megatron_fp8.train.checkpointing import Progress
+from megatron_fp8.train.interval import IntervalLoss
+from megatron_fp8.train.parts import TrainingParts
+from megatron_fp8.train.state import TrainState
+
+
+def go_back(parts: TrainingParts, wanted: Rewind, reopen_record: Callable[[int], None]) -> Progress:
+    """Load the newest good checkpoint; the progress to go on with. Collective over all ranks.
+
+    `reopen_record`: called on every rank with the iteration that the record goes on from. Raises RewindError when there
+    is no such checkpoint, or the run has been back as often as it may.
+    """
+    most = parts.config.faults.max_rewinds
+    if wanted.reached.rewinds >= most:
+        raise RewindError(
+            f"{wanted.reason}. The run has gone back {wanted.reached.rewinds} times already, and "
+            f"faults.max_rewinds={most}. Lower optimizer.lr or optimizer.clip_grad, or look at the data"
+        )
+    parts.heartbeat.enter(Phase.CHECKPOINT)
+    directory = parts.checkpointer.finish_write()
+    checkpoint, notes = _newest_good(directory, wanted)
+    before = TrainState.from_counters(_counters_on_rank_0(checkpoint))
+    state = before.after_rewind(wanted.reached)
+    on_rank_0(lambda: _leave_behind(directory, checkpoint, state), parts.device.torch_device)
+    reopen_record(state.iteration)
+    progress, lost = parts.checkpointer.load(checkpoint, IntervalLoss(parts.device.torch_device), weights_only=False)
+    parts.recorder.write(
+        "rewind",
+        {
+            "iteration": state.iteration,
+            "from-iteration": wanted.reached.iteration,
+            "reason": wanted.reason,
+            "checkpoint": str(checkpoint),
+            "first skipped sample": before.consumed_samples,
+            "last skipped sample": state.consumed_samples - 1,
+            "rewinds": state.rewinds,
+            "rewinds left": most - state.rewinds,
+            "notes": "; ".join([*notes, *lost]),
+        },
+    )
+    # Not as this rank reads the manifest: a file system may still show it the old one.
+    return replace(progress, state=state)
+
+
+def _newest_good(directory: CheckpointDirectory | None, wanted: Rewind) -> tuple[Path, list[str]]:
+    """The newest checkpoint that may be taken and is whole, and what is wrong with newer ones. Collective."""
+    notes: list[str] = []
+    limit = wanted.newest_iteration
+    while directory is not None:
+        chosen = [directory.newest_whole(before=limit + 1, contents=False)]
+        torch.distributed.broadcast_object_list(chosen, src=0)
+        if chosen[0] is None:
+            break
+        checkpoint = directory.path(chosen[0])
+        problems = damage_by_all_ranks(checkpoint)
+        if not problems:
+            return checkpoint, notes
+        notes.append(f"the checkpoint is damaged: {'; '.join(problems)}")
+        limit = chosen[0] - 1
+    where = "checkpoint.save is false" if directory is None else f"none is in {directory.root}"
+    raise RewindError(
+        f"{'. '.join([wanted.reason, *notes])}. There is no whole checkpoint of iteration {wanted.newest_iteration} or "
+        f"before to go back to: {where}. A smaller checkpoint.save_interval writes one earlier"
+    )
+
+
+def _counters_on_rank_0(checkpoint: Path) -> dict[str, float]:
+    """The manifest's counters, before rank 0 changes them."""
+    counters: list[Any] = [None]
+    if torch.distributed.get_rank() == 0:
+        counters = [dict(read_manifest(checkpoint).counters)]
+    torch.distributed.broadcast_object_list(counters, src=0)
+    found: dict[str, float] = counters[0]
+    return found
+
+
+def _leave_behind(directory: CheckpointDirectory | None, checkpoint: Path, state: TrainState) -> None:
+    """Set later checkpoints aside, and let this one say where the run goes on."""
+    assert directory is not None
+    directory.set_aside(state.iteration)
+    manifest = read_manifest(checkpoint)
+    write_manifest(checkpoint, replace(manifest, counters={**manifest.counters, **state.as_counters()}))
