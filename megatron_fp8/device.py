@@ -13,6 +13,21 @@ from megatron_fp8.config.problem import ConfigError, Problem
 
 
 @dataclass(frozen=True)
+class GpuReading:
+    """What a GPU's sensors say: how much of the time it had work in percent, degrees Celsius, watts, the clock of its
+    multiprocessors in MHz."""
+
+    busy_percent: float
+    celsius: float
+    watts: float
+    megahertz: float
+
+
+class SensorError(Exception):
+    """The GPUs' sensors cannot be read; the text says why."""
+
+
+@dataclass(frozen=True)
 class Device:
     """Where this process computes.
 
@@ -41,6 +56,29 @@ class Device:
         """Wait until the device has done what was asked of it."""
         torch.cuda.synchronize()
 
+    def is_first_of_node(self) -> bool:
+        """Whether this process is the first that the launcher started on its node."""
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+
+    def gpu_readings(self) -> list[GpuReading]:
+        """Of every GPU that this process sees, none on CPUs. Raises SensorError."""
+        if self.emulated:
+            return []
+        from pynvml import NVMLError
+
+        try:
+            return [
+                GpuReading(
+                    torch.cuda.utilization(gpu),
+                    torch.cuda.temperature(gpu),
+                    torch.cuda.power_draw(gpu) / 1e3,
+                    torch.cuda.clock_rate(gpu),
+                )
+                for gpu in range(torch.cuda.device_count())
+            ]
+        except (NVMLError, RuntimeError) as error:
+            raise SensorError(f"{type(error).__name__}: {error}") from error
+
     def timing_event(self) -> torch.cuda.Event:
         """A moment in the current stream, yet to be recorded, whose time can be read; on CPUs the host's clock."""
         return torch.cuda.Event(enable_timing=True)
@@ -61,6 +99,17 @@ class Device:
     def peak_memory_bytes(self) -> int:
         """Largest memory held since the process started (on CPUs: of the whole process), in bytes."""
         return int(torch.cuda.max_memory_allocated())
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of CUDA, NCCL and cuDNN that torch was built with; empty for a torch without CUDA.
+
+    Must run before `prepare`, whose stand-in has a version of CUDA too.
+    """
+    if torch.version.cuda is None:
+        return {}
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"CUDA of torch": torch.version.cuda, "NCCL": nccl, "cuDNN": str(torch.backends.cudnn.version())}
 
 
 def prepare() -> Device:

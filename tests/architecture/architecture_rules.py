@@ -29,14 +29,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "pretrain",
         "tools",
-        *(f"{PACKAGE}.{part}" for part in ("bench", "compare", "evaluate", "generate", "hf")),
+        *(f"{PACKAGE}.{part}" for part in ("bench", "compare", "doctor", "evaluate", "generate", "hf")),
     ),
 )
 # What has to answer on a machine, and in a time, where torch cannot be imported.
 TORCH_FREE = (*LAYERS[0], *LAYERS[1], f"{PACKAGE}.data.check", "pretrain")
 HEAVY = ("torch", "megatron", "transformer_engine", "transformer_engine_torch")
 KNOWS_CUDA = (f"{PACKAGE}.cpu", f"{PACKAGE}.device")
-KNOWS_ENVIRONMENT = (*KNOWS_CUDA, f"{PACKAGE}.parallel", f"{PACKAGE}.config.load")
+KNOWS_ENVIRONMENT = (*KNOWS_CUDA, f"{PACKAGE}.parallel", f"{PACKAGE}.config.load", f"{PACKAGE}.doctor.environment")
 MOST_FILE_LINES = 300
 MOST_FUNCTION_LINES = 60
 

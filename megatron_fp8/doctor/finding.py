@@ -1,0 +1,61 @@
+"""Owns what a check of the doctor says: a finding, and what a check is told. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Status(str, Enum):
+    """What a check found."""
+
+    OK = "ok"
+    ABSENT = "not here"
+    """Does without it; the text says why it is not here."""
+    FAULT = "FAULT"
+    """Training here would fail, or give wrong numbers; `advice` says what to do."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found on one rank. `versions`: of what it looked at, by name, for the version matrix."""
+
+    check: str
+    status: Status
+    text: str
+    advice: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, which `from_json` reads."""
+        return {**asdict(self), "status": self.status.value}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Finding:
+        """The finding that `as_json` wrote."""
+        return Finding(**{**data, "status": Status(data["status"])})
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What checks are told. `rendezvous`: torch's init method by which the ranks meet. `min_gpus`: that must be here.
+
+    `findings`: what this rank found before its ranks meet.
+    """
+
+    run_root: str = "runs"
+    min_gpus: int = 0
+    rank: int = 0
+    world_size: int = 1
+    rendezvous: str = "env://"
+    findings: tuple[Finding, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, which `from_json` reads."""
+        return {**asdict(self), "findings": [finding.as_json() for finding in self.findings]}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Surroundings:
+        """The surroundings that `as_json` wrote."""
+        return Surroundings(**{**data, "findings": tuple(Finding.from_json(item) for item in data["findings"])})

@@ -1,0 +1,166 @@
+"""Owns the checks of torch and what is compiled for it: each imports what it looks at, and computes something small.
+
+An import that fails is left to raise: the process that asked for it reads the reason. Must not know ranks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from typing import get_args
+
+from megatron_fp8.doctor.finding import Finding, Status, Surroundings
+from megatron_fp8.doctor.machine import gpu_nodes
+
+# How far FP8 may be from FP32 in a product of random matrices (3 mantissa bits), and how near it cannot come by chance.
+_FP8_ERRORS = (1e-4, 0.1)
+
+
+def torch_and_device(surroundings: Surroundings) -> Finding:
+    """Whether torch is imported, and sees the GPUs that the machine has."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        from megatron_fp8 import device
+
+        versions = device.library_versions()
+        here = device.prepare()
+    nodes = gpu_nodes()
+    if here.emulated and (nodes or surroundings.min_gpus):
+        said = "; ".join(str(warning.message).splitlines()[0] for warning in warned) or "without saying why"
+        text = f"the machine has {len(nodes)} GPUs, and torch uses none of them: {said}"
+        if not versions:
+            text = f"the machine has {len(nodes)} GPUs, and this torch is built for CPUs alone"
+        advice = "install a torch for the driver's CUDA, or a driver for torch's; look at CUDA_VISIBLE_DEVICES"
+        return Finding("torch", Status.FAULT, text, advice, versions)
+    return Finding("torch", Status.OK, here.description, versions=versions)
+
+
+def transformer_engine(surroundings: Surroundings) -> Finding:  # noqa: ARG001 - every check is called alike
+    """Whether Transformer Engine and its extension are imported: on GPUs the compiled one."""
+    from megatron_fp8 import device
+
+    here = device.prepare()
+    import transformer_engine.pytorch as te
+    import transformer_engine_torch as extension
+
+    kind = "the CPU stand-in" if here.emulated else extension.__file__
+    return Finding("transformer engine", Status.OK, f"{te.__name__} imported; its extension is {kind}")
+
+
+def fp8(surroundings: Surroundings) -> Finding:  # noqa: ARG001
+    """Which FP8 recipes this device runs, and whether a product in FP8 is nearly that in FP32."""
+    from megatron_fp8 import device
+
+    here = device.prepare()
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    from megatron_fp8.precision.device_support import why_unsupported
+    from megatron_fp8.precision.policy import Fp8Recipe
+
+    reasons = {recipe: why_unsupported(recipe) for recipe in get_args(Fp8Recipe)}
+    runs = [recipe for recipe, reason in reasons.items() if reason is None]
+    if "tensorwise" not in runs:
+        text = f"this device computes in BF16 at best (precision.mode=bf16): {reasons['tensorwise']}"
+        return Finding("fp8", Status.ABSENT, text)
+    generator = torch.Generator().manual_seed(1)
+    left = torch.randn(64, 128, generator=generator).to(here.torch_device)
+    linear = te.Linear(128, 32, bias=False, params_dtype=torch.float32).to(here.torch_device)
+    with torch.no_grad(), te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+        product = linear(left)
+    exact = left.double() @ linear.weight.detach().double().T
+    error = float((product.double() - exact).norm() / exact.norm())
+    text = f"recipes {', '.join(runs)}; a product is {error:.1%} away from FP64's"
+    if not _FP8_ERRORS[0] < error < _FP8_ERRORS[1]:
+        text += f", which is not what FP8 does ({_FP8_ERRORS[0]:.2%} to {_FP8_ERRORS[1]:.0%})"
+        return Finding(
+            "fp8", Status.FAULT, text, "Transformer Engine and the GPU do not fit: install the image's versions"
+        )
+    return Finding("fp8", Status.OK, text)
+
+
+def fused_kernels(surroundings: Surroundings) -> Finding:  # noqa: ARG001
+    """Whether Transformer Engine's fused norm, attention and optimizer compute what plain torch computes."""
+    from megatron_fp8 import device
+
+    here = device.prepare()
+    import torch
+    import transformer_engine.pytorch as te
+
+    # BF16, the only format in which flash and fused attention exist.
+    generator = torch.Generator().manual_seed(2)
+    hidden, query = (
+        torch.randn(shape, generator=generator).to(here.torch_device, torch.bfloat16)
+        for shape in ((8, 64), (16, 2, 4, 64))
+    )
+    errors = {}
+    with torch.no_grad():
+        norm = te.RMSNorm(64, params_dtype=torch.bfloat16).to(here.torch_device)(hidden)
+        errors["RMSNorm"] = _difference(norm, torch.nn.functional.rms_norm(hidden.float(), (64,), eps=1e-5))
+        attention = te.DotProductAttention(4, 64, attn_mask_type="causal", qkv_format="sbhd")(query, query, query)
+        rows = query.float().permute(1, 2, 0, 3)
+        plain = torch.nn.functional.scaled_dot_product_attention(rows, rows, rows, is_causal=True)
+        errors["attention"] = _difference(attention, plain.permute(2, 0, 1, 3).reshape(16, 2, 256))
+    weight, plain_weight = (torch.ones(64, device=here.torch_device, requires_grad=True) for _ in range(2))
+    weight.grad, plain_weight.grad = hidden[0].float(), hidden[0].float()
+    te.optimizers.FusedAdam([weight], lr=0.1).step()
+    torch.optim.AdamW([plain_weight], lr=0.1, weight_decay=0.0).step()
+    errors["FusedAdam"] = _difference(weight.detach(), plain_weight.detach())
+    wrong = [f"{name}: {error:.2%} off" for name, error in errors.items() if not error < 0.02]
+    if wrong:
+        text = f"Transformer Engine's kernels are wrong: {', '.join(wrong)}"
+        return Finding(
+            "fused kernels", Status.FAULT, text, "install the image's versions of torch and of its extension"
+        )
+    text = f"Transformer Engine's {', '.join(errors)} compute as torch does"
+    return Finding("fused kernels", Status.OK, text)
+
+
+def apex(surroundings: Surroundings) -> Finding:  # noqa: ARG001
+    """Whether apex, where it is installed, fits this torch."""
+    if importlib.util.find_spec("apex") is None:
+        return Finding("apex", Status.ABSENT, "not installed; Transformer Engine's kernels do what it would do")
+    import apex
+    import torch  # noqa: F401 - its libraries have to be there before an extension that is linked with them
+
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        return Finding("apex", Status.ABSENT, f"{apex.__file__} is here without its compiled extensions")
+    importlib.import_module("fused_weight_gradient_mlp_cuda")
+    return Finding("apex", Status.OK, "imported, with its compiled extensions")
+
+
+def megatron_core(surroundings: Surroundings) -> Finding:  # noqa: ARG001
+    """Whether Megatron Core is imported as training imports it."""
+    from megatron_fp8 import device
+
+    device.prepare()
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
+
+    names = f"{parallel_state.__name__}, {DistributedDataParallel.__name__}"
+    return Finding("megatron core", Status.OK, f"imported ({names})")
+
+
+def data_helper(surroundings: Surroundings) -> Finding:  # noqa: ARG001
+    """Whether Megatron's compiled index helper is loaded, and blends two data sets as their weights say."""
+    import numpy
+
+    from megatron_fp8.data.compiled_helpers import compiled_helpers
+
+    file_of, sample_of = numpy.zeros(8, dtype=numpy.int16), numpy.zeros(8, dtype=numpy.int64)
+    weights = numpy.array([0.75, 0.25])
+    compiled_helpers().build_blending_indices(file_of, sample_of, weights, len(weights), len(file_of), False)
+    counts = numpy.bincount(file_of, minlength=2).tolist()
+    if counts != [6, 2] or int(sample_of.max()) != 5:
+        text = f"it took {counts} samples of two data sets of weights 3:1, and has to take [6, 2]"
+        return Finding("data helper", Status.FAULT, text, "install a wheel of megatron-core again")
+    return Finding("data helper", Status.OK, "Megatron Core's compiled index helper works")
+
+
+def _difference(ours: object, reference: object) -> float:
+    import torch
+
+    assert isinstance(ours, torch.Tensor)
+    assert isinstance(reference, torch.Tensor)
+    return float((ours.double() - reference.double()).norm() / reference.double().norm())
