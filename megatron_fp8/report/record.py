@@ -42,12 +42,18 @@ class Recorder:
         for sink in self._sinks:
             sink.close()
 
+    def reopen(self, sinks: Sequence[Sink]) -> None:
+        """Go on with other sinks in place of those that were closed."""
+        self._sinks = list(sinks)
+
 
 METRICS = "metrics.jsonl"
 
 
 # Of a run that goes on they are no longer true.
 _LAST_EVENTS = ("end", "failure")
+# Of a run that goes on from before them they are true all the same.
+_LASTING_EVENTS = ("rewind",)
 
 
 def read_records(path: Path) -> Iterator[dict[str, Value]]:
@@ -66,14 +72,16 @@ def drop_records_after(path: Path, iteration: int) -> None:
     """
     if not path.exists():
         return
-    kept = [
-        line
-        for line, record in _lines_and_records(path)
-        if record["event"] not in _LAST_EVENTS and iteration_of(record, 0) <= iteration
-    ]
+    kept = [line for line, record in _lines_and_records(path) if _stays(record, iteration)]
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(path)
+
+
+def _stays(record: Mapping[str, Value], iteration: int) -> bool:
+    """Whether a record is true of a run that goes on from `iteration`."""
+    event = record["event"]
+    return event in _LASTING_EVENTS or (event not in _LAST_EVENTS and iteration_of(record, 0) <= iteration)
 
 
 def iteration_of(record: Mapping[str, Value], without: int) -> int:

@@ -30,7 +30,7 @@ from megatron_fp8.report.code_version import code_version
 from megatron_fp8.report.console import ConsoleSink
 from megatron_fp8.report.html.page import report_at_end
 from megatron_fp8.report.library_warnings import hide_meaningless_warnings
-from megatron_fp8.report.record import METRICS, Recorder, Value, drop_records_after
+from megatron_fp8.report.record import METRICS, Recorder, Sink, Value, drop_records_after
 from megatron_fp8.report.views import sinks_of_run
 from megatron_fp8.train.environment import warn_of_unmet_needs
 from megatron_fp8.train.throughput import throughput_of
@@ -64,8 +64,8 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float, quiet
     from megatron_fp8.data.tokenizer import Tokenizer
     from megatron_fp8.train.interval import IntervalLoss
     from megatron_fp8.train.liveness import watched
-    from megatron_fp8.train.loop import train
     from megatron_fp8.train.parts import TrainingParts
+    from megatron_fp8.train.rewind import train_to_the_end
     from megatron_fp8.train.setup import build_parts
 
     init_process_group(device.backend(config.parallel.distributed_backend), config.parallel.distributed_timeout_minutes)
@@ -82,14 +82,16 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float, quiet
         checkpoints = _checkpoint_directory(config, run_directory)
         parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder, checkpoints)
         stack.enter_context(watched(parts, run_directory))
-        datasets = build_datasets(config, Tokenizer.of(config.data), parts.reads_data, start.position)
+        datasets_from = partial(build_datasets, config, Tokenizer.of(config.data), parts.reads_data)
+        datasets = datasets_from(start.position)
         recorder.write("start", _description(config, layout, device, run_directory))
         progress = None
         if start.checkpoint is not None:
             interval = IntervalLoss(device.torch_device)
             progress, lost = parts.checkpointer.load(start.checkpoint, interval, start.weights_only)
             recorder.write("resume", _resumed(start, progress.state.iteration, [*notes, *lost]))
-        result = train(parts, datasets, started, progress)
+        reopen_record = partial(_reopen_record, config, run_directory, recorder, quiet)
+        result = train_to_the_end(parts, datasets, started, progress, datasets_from, reopen_record)
     # Not after an exception: other ranks may still be in a collective, for which this would wait.
     torch.distributed.destroy_process_group()
     return JobSummary(
@@ -118,9 +120,23 @@ def _open_run(config: Config, start: Start, quiet: bool) -> tuple[Path | None, R
         drop_records_after(run_directory / METRICS, iteration)
         goes_on_from = iteration
     (run_directory / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    sinks = _sinks(config, run_directory, quiet, goes_on_from)
+    return run_directory, Recorder(sinks)
+
+
+def _sinks(config: Config, run_directory: Path, quiet: bool, goes_on_from: int | None) -> list[Sink]:
     log = run_directory / "console.log"
-    console = partial(ConsoleSink, log, config.training.train_iters, iteration, quiet)
-    return run_directory, Recorder(sinks_of_run(config, run_directory, console, goes_on_from))
+    console = partial(ConsoleSink, log, config.training.train_iters, goes_on_from or 0, quiet)
+    return sinks_of_run(config, run_directory, console, goes_on_from)
+
+
+def _reopen_record(config: Config, run_directory: Path | None, recorder: Recorder, quiet: bool, iteration: int) -> None:
+    """The record and its views as a run that resumes at `iteration` opens them."""
+    if run_directory is None:
+        return
+    recorder.close()
+    drop_records_after(run_directory / METRICS, iteration)
+    recorder.reopen(_sinks(config, run_directory, quiet, iteration))
 
 
 def _record_failure(

@@ -4,7 +4,6 @@ Straight-line code over parts that were built elsewhere. Must not know how a ste
 holds, or where records go.
 """
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from megatron_fp8.faults.exit_codes import NonFiniteError
 from megatron_fp8.faults.heartbeat import Phase
 from megatron_fp8.faults.signals import StopSignals
 from megatron_fp8.precision.overflow import overflow_problem, overflows_in_a_row
+from megatron_fp8.train.bad_steps import Rewind, judge
 from megatron_fp8.train.checkpointing import Progress
 from megatron_fp8.train.evaluate import evaluate
 from megatron_fp8.train.interval import IntervalLoss
@@ -38,10 +38,13 @@ class TrainResult:
     stopped: str | None
 
 
-def train(parts: TrainingParts, datasets: Datasets, started: float, progress: Progress | None = None) -> TrainResult:
-    """Run the steps that are left; `started` is the job's start on the monotonic clock, in seconds.
+def train(
+    parts: TrainingParts, datasets: Datasets, started: float, progress: Progress | None = None, again: bool = False
+) -> TrainResult | Rewind:
+    """Run the steps that are left, or those up to one after which the run has to go back to a checkpoint.
 
-    `progress`: where a checkpoint was made; None: at the start.
+    `started`: the job's start on the monotonic clock, in seconds. `progress`: where a checkpoint was made; None: at the
+    start. `again`: this job has trained before.
     """
     training = parts.config.training
     if progress is None:
@@ -51,15 +54,21 @@ def train(parts: TrainingParts, datasets: Datasets, started: float, progress: Pr
         progress = replace(progress, first_validation_loss=evaluate(parts, datasets.valid, progress.state))
     last: float | None = None
     stopped: str | None = None
+    rewind: Rewind | None = None
     with (
         StopSignals(parts.device.torch_device) as signals,
         parts.loader(datasets.train, datasets.num_train_samples, progress.state.consumed_samples) as loader,
     ):
         iterators = loader.iterators(len(parts.chunks))
         pace = Pace(training.train_iters - progress.state.iteration)
-        parts.recorder.write("ready", {"seconds-to-first-step": time.monotonic() - started})
+        if not again:
+            parts.recorder.write("ready", {"seconds-to-first-step": time.monotonic() - started})
         while progress.state.iteration < training.train_iters and stopped is None:
-            progress = _step(parts, iterators, progress, pace)
+            outcome = _step(parts, iterators, progress, pace)
+            if isinstance(outcome, Rewind):
+                rewind = outcome
+                break
+            progress = outcome
             if _evaluates_after(parts.config, progress.state.iteration):
                 parts.heartbeat.enter(Phase.EVALUATION)
                 with pace.paused(EVALUATE):
@@ -69,6 +78,8 @@ def train(parts: TrainingParts, datasets: Datasets, started: float, progress: Pr
             parts.heartbeat.enter(Phase.CHECKPOINT)
             with pace.paused(SAVE_CHECKPOINT):
                 parts.checkpointer.after_step(progress, ends)
+    if rewind is not None:
+        return rewind
     if progress.state.iteration == training.train_iters:
         stopped = None
     parts.recorder.write(
@@ -84,7 +95,9 @@ def train(parts: TrainingParts, datasets: Datasets, started: float, progress: Pr
     return TrainResult(progress.first_validation_loss, last, stopped)
 
 
-def _step(parts: TrainingParts, iterators: Sequence[Iterator[MicroBatch]], progress: Progress, pace: Pace) -> Progress:
+def _step(
+    parts: TrainingParts, iterators: Sequence[Iterator[MicroBatch]], progress: Progress, pace: Pace
+) -> Progress | Rewind:
     """One optimizer step and, when it is time, its record."""
     training = parts.config.training
     parts.heartbeat.enter(Phase.FORWARD_BACKWARD, progress.state.iteration + 1)
@@ -94,9 +107,16 @@ def _step(parts: TrainingParts, iterators: Sequence[Iterator[MicroBatch]], progr
     if not result.skipped:
         parts.schedule.step(1)
     state = progress.state.after_step(
-        training.global_batch_size, parts.config.model.seq_length, result.skipped, _overflows(parts, progress, result)
+        training.global_batch_size,
+        parts.config.model.seq_length,
+        result.skipped,
+        _overflows(parts, progress, result),
+        result.nonfinite,
     )
-    _require_progress(parts, result, state)
+    _require_progress(parts, state)
+    rewind = judge(parts, progress.recent, state, result)
+    if rewind is not None:
+        return rewind
     progress.interval.add(result)
     pace.step_done()
     parts.heartbeat.step_done()
@@ -128,13 +148,8 @@ def _overflows(parts: TrainingParts, progress: Progress, result: StepResult) -> 
     return overflows_in_a_row(progress.state.overflows_in_a_row, result.skipped, loss_scale, scaling)
 
 
-def _require_progress(parts: TrainingParts, result: StepResult, state: TrainState) -> None:
-    """What is asked is the same on all ranks and covers every gradient, so all of them stop at the same step."""
-    if result.grad_norm is not None and not math.isfinite(result.grad_norm):
-        raise NonFiniteError(
-            f"grad-norm is {result.grad_norm} at iteration {state.iteration}: a loss or gradient is not finite. "
-            "Lower optimizer.lr, lengthen optimizer.lr_warmup_iters, or look at the data of this step"
-        )
+def _require_progress(parts: TrainingParts, state: TrainState) -> None:
+    """What is asked is the same on all ranks, so all of them stop at the same step."""
     scaling = parts.precision.policy.loss_scaling
     if scaling is None:
         return

@@ -18,13 +18,35 @@ import torch.distributed
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import read_manifest, write_manifest
 from megatron_fp8.checkpoint.together import damage_by_all_ranks, on_rank_0
+from megatron_fp8.config.start import Position
+from megatron_fp8.data.dataset import Datasets
 from megatron_fp8.faults.exit_codes import RewindError
 from megatron_fp8.faults.heartbeat import Phase
 from megatron_fp8.train.bad_steps import Rewind
 from megatron_fp8.train.checkpointing import Progress
 from megatron_fp8.train.interval import IntervalLoss
+from megatron_fp8.train.loop import TrainResult, train
 from megatron_fp8.train.parts import TrainingParts
 from megatron_fp8.train.state import TrainState
+
+
+def train_to_the_end(
+    parts: TrainingParts,
+    datasets: Datasets,
+    started: float,
+    progress: Progress | None,
+    datasets_from: Callable[[Position], Datasets],
+    reopen_record: Callable[[int], None],
+) -> TrainResult:
+    """The training loop, again from a checkpoint as often as it has to go back. See `train` and `go_back`.
+
+    `datasets_from`: makes the datasets of a run that goes on at a position, which needs more samples than before.
+    """
+    result = train(parts, datasets, started, progress)
+    while isinstance(result, Rewind):
+        progress = go_back(parts, result, reopen_record)
+        result = train(parts, datasets_from(progress.state.position), started, progress, again=True)
+    return result
 
 
 def go_back(parts: TrainingParts, wanted: Rewind, reopen_record: Callable[[int], None]) -> Progress:
