@@ -72,11 +72,12 @@ def activation_sizes(config: Config, layout: Layout, gpu: Gpu) -> ActivationSize
     per_norm = (2 if model.normalization == "LayerNorm" else 1) * ELEMENT_BYTES["fp32"] * tokens / shared
     rope = layout.seq_length * layout.rotary_dim * ELEMENT_BYTES["fp32"]
     positions = model.position_embedding_type == "learned_absolute"
+    joined = _joined_weights(config, layout, size)
     (logits,) = (row.size for row in logits_rows(layout, formats) if row.format == "fp32" and "softmax" in row.tensor)
     return ActivationSizes(
         # A mask after attention and one after the MLP.
-        fp8_layer=_layer(config, layout, formats) + 2 * masks,
-        other_layer=_layer(config, layout, without_fp8(formats)) + 2 * masks,
+        fp8_layer=_layer(config, layout, formats) + 2 * masks + joined,
+        other_layer=_layer(config, layout, without_fp8(formats)) + 2 * masks + joined,
         layer_input=elements * size,
         hidden=elements * size,
         # The tokens themselves, and the positions of one sample.
@@ -96,6 +97,17 @@ def run_formats(config: Config) -> Formats:
 def without_fp8(formats: Formats) -> Formats:
     """The formats in the layers that stay out of FP8."""
     return replace(formats, policy=replace(formats.policy, fp8=None))
+
+
+def _joined_weights(config: Config, layout: Layout, element_bytes: int) -> float:
+    """Query, key and value weights that TE copies into one for each micro-batch's forward pass, and keeps.
+
+    Only where Megatron's buffer for the distributed optimizer holds them in another order; else they lie side by side.
+    """
+    if config.model.fuse_qkv_params or not config.parallel.use_distributed_optimizer:
+        return 0.0
+    qkv = layout.gemms[0]
+    return float(qkv.out_features * qkv.in_features * element_bytes)
 
 
 def _layer(config: Config, layout: Layout, formats: Formats) -> float:
