@@ -46,6 +46,8 @@ THROUGHPUT: Panels = [
     ("Peak memory (bytes), rank 0 and largest", ["peak-memory-bytes", "peak-memory-bytes/largest"]),
     ("Pipeline bubble, by the schedule", ["pipeline-bubble"]),
 ]
+_KINDS = ("embedding", "qkv", "proj", "fc1", "fc2", "norms", "head")
+_NORMS = {"grad-norm": "gradient norm", "params-norm": "norm of the masters"}
 _LINEARS = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
 _OPERANDS = ("input", "weight", "grad_output")
 _QUANTITIES = {
@@ -54,6 +56,16 @@ _QUANTITIES = {
     "clipped": "share clipped by layer",
     "flushed": "share flushed to 0 by layer",
 }
+
+
+def norm_panels() -> Iterator[tuple[str, list[str]]]:
+    """Norms by kind of weight, and a map over layers for each kind that layers have."""
+    for series, text in _NORMS.items():
+        yield f"{text} by kind".capitalize(), [f"{series}/{kind}" for kind in _KINDS]
+    yield "Norm of the masters", ["params-norm"]
+    for series, text in _NORMS.items():
+        for kind in _KINDS[1:-1]:
+            yield f"{kind}: {text} by layer", [f"norm map/{kind}/{series}"]
 
 
 def fp8_panels() -> Iterator[tuple[str, list[str]]]:
@@ -77,6 +89,7 @@ class Part:
 PARTS = (
     Part("Training", TRAINING, True),
     Part("Throughput", THROUGHPUT, True),
+    Part("Norms", list(norm_panels()), False),
     Part("FP8 health", list(fp8_panels()), False),
 )
 

@@ -18,6 +18,7 @@ from megatron_fp8.config.rules_model import check_model
 from megatron_fp8.config.rules_optimizer import check_optimizer
 from megatron_fp8.config.rules_parallel import check_parallel
 from megatron_fp8.config.rules_precision import check_precision
+from megatron_fp8.config.rules_profile import check_profile
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.start import START, Position
 
@@ -45,6 +46,7 @@ def all_findings(facts: Facts) -> Iterator[Finding]:
     yield from check_data_keys(facts)
     yield from check_length(facts)
     yield from check_logging(facts)
+    yield from check_profile(facts)
     yield from check_environment(facts)
 
 

@@ -34,6 +34,7 @@ _SILENT = (
     "logging.",
     "checkpoint.",
     "faults.",
+    "profile.",
     "data.num_workers",
     "data.data_cache_path",
     "training.eval_",

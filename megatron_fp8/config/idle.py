@@ -27,6 +27,9 @@ def idle_keys(config: Config) -> Iterator[Idle]:
     elif config.training.full_validation:
         yield ["training.eval_iters"], "training.full_validation is true", "training.full_validation=false"
     yield from _logging(config)
+    if config.profile.start is None and config.profile.stop is None:
+        keys = [f"profile.{name}" for name in ("ranks", "record_shapes", "profile_memory", "with_stack")]
+        yield keys, "profile.start is null", "profile.start and profile.stop"
     if not config.data.data_path:
         yield ["data.split"], "data.data_path is empty", "data.data_path, or leave the key out"
 

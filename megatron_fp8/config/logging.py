@@ -12,6 +12,8 @@ class LoggingConfig(Section):
 
     log_interval: int = Field(default=10, ge=1)
     """Steps between records of `metrics.jsonl` and lines of the console log."""
+    norms_interval: int | None = Field(default=None, ge=0)
+    """Steps between records of norms of gradients and weights by group of parameters; null: log_interval; 0: never."""
     tensorboard_dir: str | None = None
     """Directory of TensorBoard's files, a relative one inside the run directory; null: none are written."""
     wandb_project: str | None = None

@@ -14,6 +14,7 @@ from megatron_fp8.config.faults import FaultsConfig
 from megatron_fp8.config.logging import LoggingConfig
 from megatron_fp8.config.model import ModelConfig
 from megatron_fp8.config.precision import PrecisionConfig
+from megatron_fp8.config.profile import ProfileConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -25,6 +26,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "ProfileConfig",
     "RunConfig",
     "TrainingConfig",
 ]
@@ -170,4 +172,5 @@ class Config(Section):
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    profile: ProfileConfig = ProfileConfig()
     faults: FaultsConfig = FaultsConfig()

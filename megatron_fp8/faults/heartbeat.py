@@ -19,10 +19,11 @@ class Phase(str, Enum):
     OPTIMIZER = "optimizer"
     EVALUATION = "evaluation"
     CHECKPOINT = "checkpoint"
+    PROFILE = "profile"
 
 
 # Whose length depends on disks, compilers and the model's size, not on the step.
-_SLOW = (Phase.START, Phase.CHECKPOINT)
+_SLOW = (Phase.START, Phase.CHECKPOINT, Phase.PROFILE)
 _PASSES = (Phase.FORWARD_BACKWARD, Phase.EVALUATION)
 
 

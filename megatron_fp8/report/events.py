@@ -64,6 +64,19 @@ def _fallback(record: Record) -> str:
     return text
 
 
+def _rewind(record: Record) -> str:
+    text = f"went back from iteration {record['from-iteration']} to {record['iteration']} ({record['checkpoint']}): "
+    text += f"{record['reason']}; passes over samples {record['first skipped sample']} to "
+    text += f"{record['last skipped sample']}; may go back {record['rewinds left']} times more"
+    return text + (f" | {record['notes']}" if record["notes"] else "")
+
+
+def _replica(record: Record) -> str:
+    text = f"{record['tensors']} tensors differ between replicas, the first is {record['first tensor']}"
+    text += f"; suspects: rank {record['ranks']} on {record['hosts']}"
+    return text + (f"; alike at iteration {record['last alike']}" if record["last alike"] is not None else "")
+
+
 def _end(record: Record) -> str:
     stopped = record.get("stopped")
     text = f"{'finished' if stopped is None else 'stopped after'} {record['iteration']} iterations"
@@ -83,13 +96,23 @@ EVENTS: Mapping[str, EventKind] = {
     "ready": EventKind(text="first step after {seconds-to-first-step:.1f} s"),
     "resume": EventKind(text=_resume, says_iteration=True),
     "checkpoint": EventKind(text=_checkpoint, says_iteration=True),
+    "profile": EventKind(text="traced the last {steps} steps of ranks {ranks} into {directory}\n{largest costs}"),
     "end": EventKind(text=_end, says_iteration=True),
     "fp8-fallback": EventKind(Level.WARNING, "FP8 fallback: layer {layer}", _fallback),
-    "spike": EventKind(Level.WARNING, "Loss spike"),
-    "skip": EventKind(Level.WARNING, "Data skipped"),
-    "rewind": EventKind(Level.WARNING, "Run rewound"),
-    "hang": EventKind(Level.ERROR, "Run hangs"),
-    "replica": EventKind(Level.ERROR, "Replicas differ"),
+    "spike": EventKind(Level.WARNING, "Loss spike", "loss spike: {reason}"),
+    "skip": EventKind(
+        Level.WARNING,
+        "NaN or infinity: step left out",
+        "step left out ({skips in a row} in a row, {skips} in all): {reason}",
+    ),
+    "rewind": EventKind(Level.WARNING, "Run went back", _rewind),
+    "slow-rank": EventKind(
+        Level.WARNING,
+        "Slow rank {rank}",
+        "rank {rank} on {host} is slow: {work} takes {seconds:.3g} s, {factor:.3g} times the median",
+    ),
+    "hang": EventKind(Level.ERROR, "Run hangs: rank {ranks}", "rank {ranks} on {host} hangs: {kind} in {phase}"),
+    "replica": EventKind(Level.ERROR, "Replicas differ", _replica),
     "failure": EventKind(Level.ERROR, "Run failed: {kind}", "failed: {kind}: {error}"),
 }
 

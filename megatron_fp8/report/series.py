@@ -27,6 +27,7 @@ SERIES: Mapping[str, SeriesRule] = {
     "train": SeriesRule(without={"seconds-left"}),
     "validation": SeriesRule(without={"consumed-tokens"}),
     "fp8": SeriesRule(),
+    "norms": SeriesRule(),
     "fp8-check": SeriesRule(counted={"fallen-back-layers": "fp8/fallen-back-layers"}),
     "checkpoint": SeriesRule(prefix="checkpoint/"),
 }

@@ -4,13 +4,14 @@ One place where all ranks meet, once a log interval. Must not know when it is ti
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed
 
 from megatron_fp8.faults.exit_codes import NonFiniteError
 from megatron_fp8.train.interval import IntervalLoss
+from megatron_fp8.train.node_watch import NodeReading, node_series
 from megatron_fp8.train.pace import EVALUATE, SAVE_CHECKPOINT, Pace
 from megatron_fp8.train.parts import TrainingParts
 from megatron_fp8.train.state import TrainState
@@ -33,8 +34,7 @@ def record_interval(
     timing = pace.take_interval()
     peak_memory = parts.device.peak_memory_bytes()
     own = RankTimes.of(spans, timing.seconds, timing.num_steps)
-    gathered = _of_all_ranks(parts, [float(peak_memory), *own.values()])
-    times = [RankTimes(*values) for _, *values in gathered]
+    memory, times, nodes = _of_all_ranks(parts, peak_memory, own)
     split = time_series(times, parts.precision.policy.fp8 is not None, parts.groups.pp.size() > 1)
     seconds_per_step = split["iteration-time"]
     tokens_per_second = parts.layout.tokens_per_global_batch / seconds_per_step
@@ -57,28 +57,38 @@ def record_interval(
             "data-wait-seconds": data_wait * timing.num_steps,
             "data-wait-share": data_wait / seconds_per_step,
             "peak-memory-bytes": peak_memory,
-            "peak-memory-bytes/largest": max(memory for memory, *_ in gathered),
+            "peak-memory-bytes/largest": max(memory),
             "batch-size": parts.config.training.global_batch_size,
             **throughput.series(tokens_per_second),
             **split,
             **_pauses(timing.pauses),
+            **node_series(nodes),
         },
     )
 
 
-def _of_all_ranks(parts: TrainingParts, values: Sequence[float]) -> list[list[float]]:
-    """`values` as each rank has them, in the order of ranks; one collective over all ranks."""
+def _of_all_ranks(
+    parts: TrainingParts, memory: float, times: RankTimes
+) -> tuple[list[float], list[RankTimes], list[NodeReading]]:
+    """Peak memory and times of each rank in their order, and readings of each node; one collective over all ranks."""
+    values = [memory, *times.values(), float(parts.node.reads), *parts.node.read().values()]
     own = torch.tensor(values, dtype=torch.float64, device=parts.device.torch_device)
     ranks = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(ranks, own)
-    return torch.stack(ranks).tolist()
+    rows = torch.stack(ranks).tolist()
+    end = 1 + len(times.values())
+    return (
+        [row[0] for row in rows],
+        [RankTimes(*row[1:end]) for row in rows],
+        [NodeReading(*row[end + 1 :]) for row in rows if row[end]],
+    )
 
 
 def _pauses(seconds: Mapping[str, float]) -> dict[str, float]:
     """How long training waited since the last record, and for what."""
     return {
         "pause-seconds": sum(seconds.values()),
-        **{f"pause-seconds/{name}": seconds.get(name, 0.0) for name in (EVALUATE, SAVE_CHECKPOINT)},
+        **{f"pause-seconds/{name}": each for name, each in {EVALUATE: 0.0, SAVE_CHECKPOINT: 0.0, **seconds}.items()},
     }
 
 

@@ -65,6 +65,7 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float, quiet
     from megatron_fp8.train.interval import IntervalLoss
     from megatron_fp8.train.liveness import watched
     from megatron_fp8.train.parts import TrainingParts
+    from megatron_fp8.train.profile import PROFILES
     from megatron_fp8.train.rewind import train_to_the_end
     from megatron_fp8.train.setup import build_parts
 
@@ -79,8 +80,10 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float, quiet
             stack.callback(report_at_end, run_directory)
         stack.callback(recorder.close)
         stack.push(partial(_record_failure, recorder))
-        checkpoints = _checkpoint_directory(config, run_directory)
-        parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder, checkpoints)
+        everywhere = _known_everywhere(run_directory)
+        checkpoints = everywhere / CHECKPOINTS if config.checkpoint.save else None
+        profiles = everywhere / PROFILES
+        parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder, checkpoints, profiles)
         stack.enter_context(watched(parts, run_directory))
         datasets_from = partial(build_datasets, config, Tokenizer.of(config.data), parts.reads_data)
         datasets = datasets_from(start.position)
@@ -147,13 +150,11 @@ def _record_failure(
         recorder.write("failure", {"kind": kind.__name__, "error": str(error)})
 
 
-def _checkpoint_directory(config: Config, run_directory: Path | None) -> Path | None:
-    """Where checkpoints go; every rank must know, and only rank 0 knows the run directory's final name."""
-    if not config.checkpoint.save:
-        return None
+def _known_everywhere(run_directory: Path | None) -> Path:
+    """The run directory, whose final name only rank 0 knows; ranks write checkpoints and profiles into it."""
     names = [str(run_directory)]
     torch.distributed.broadcast_object_list(names, src=0)
-    return Path(names[0]) / CHECKPOINTS
+    return Path(names[0])
 
 
 def _resumed(start: Start, iteration: int, notes: list[str]) -> dict[str, Value]:

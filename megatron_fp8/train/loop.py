@@ -22,7 +22,7 @@ from megatron_fp8.train.checkpointing import Progress
 from megatron_fp8.train.evaluate import evaluate
 from megatron_fp8.train.interval import IntervalLoss
 from megatron_fp8.train.interval_record import record_interval
-from megatron_fp8.train.pace import EVALUATE, SAVE_CHECKPOINT, Pace
+from megatron_fp8.train.pace import EVALUATE, SAVE_CHECKPOINT, SAVE_PROFILE, Pace
 from megatron_fp8.train.parts import TrainingParts
 from megatron_fp8.train.state import TrainState
 from megatron_fp8.train.step import StepResult
@@ -63,12 +63,14 @@ def train(
         pace = Pace(training.train_iters - progress.state.iteration)
         if not again:
             parts.recorder.write("ready", {"seconds-to-first-step": time.monotonic() - started})
+        _profile(parts, progress.state.iteration, pace)
         while progress.state.iteration < training.train_iters and stopped is None:
             outcome = _step(parts, iterators, progress, pace)
             if isinstance(outcome, Rewind):
                 rewind = outcome
                 break
             progress = outcome
+            _profile(parts, progress.state.iteration, pace)
             if _evaluates_after(parts.config, progress.state.iteration):
                 parts.heartbeat.enter(Phase.EVALUATION)
                 with pace.paused(EVALUATE):
@@ -78,6 +80,7 @@ def train(
             parts.heartbeat.enter(Phase.CHECKPOINT)
             with pace.paused(SAVE_CHECKPOINT):
                 parts.checkpointer.after_step(progress, ends)
+        _profile(parts, progress.state.iteration, pace, ends=True)
     if rewind is not None:
         return rewind
     if progress.state.iteration == training.train_iters:
@@ -102,8 +105,9 @@ def _step(
     training = parts.config.training
     parts.heartbeat.enter(Phase.FORWARD_BACKWARD, progress.state.iteration + 1)
     learning_rate = _learning_rate(parts.optimizer)
+    before_update = parts.norms.before_update(progress.state.iteration + 1)
     with parts.health.step(progress.state.iteration + 1):
-        result = parts.stepper.train(parts.optimizer, iterators, parts.batch_shape)
+        result = parts.stepper.train(parts.optimizer, iterators, parts.batch_shape, before_update)
     if not result.skipped:
         parts.schedule.step(1)
     state = progress.state.after_step(
@@ -117,12 +121,21 @@ def _step(
     rewind = judge(parts, progress.recent, state, result)
     if rewind is not None:
         return rewind
+    parts.norms.after_step(state.iteration, updated=not result.skipped)
     progress.interval.add(result)
     pace.step_done()
     parts.heartbeat.step_done()
     if state.iteration % parts.config.logging.log_interval == 0 or state.iteration == training.train_iters:
         record_interval(parts, state, progress.interval, result, learning_rate, pace)
     return replace(progress, state=state)
+
+
+def _profile(parts: TrainingParts, iteration: int, pace: Pace, ends: bool = False) -> None:
+    """Begin or end the trace when it is time."""
+    if parts.profiler.is_due(iteration, ends):
+        parts.heartbeat.enter(Phase.PROFILE)
+        with pace.paused(SAVE_PROFILE):
+            parts.profiler.change(iteration)
 
 
 def _stop_reason(config: Config, iteration: int, signals: StopSignals, started: float) -> str | None:

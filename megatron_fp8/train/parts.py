@@ -20,6 +20,9 @@ from megatron_fp8.precision.manager import PrecisionManager
 from megatron_fp8.report.record import Recorder
 from megatron_fp8.train.checkpointing import Checkpointer
 from megatron_fp8.train.health import HealthWatch
+from megatron_fp8.train.node_watch import NodeWatch
+from megatron_fp8.train.norms import NormWatch
+from megatron_fp8.train.profile import StepProfiler
 from megatron_fp8.train.step import BatchShape, Stepper
 from megatron_fp8.train.step_times import StepTimes
 
@@ -40,6 +43,9 @@ class TrainingParts:
     health: HealthWatch
     checkpointer: Checkpointer
     times: StepTimes
+    norms: NormWatch
+    node: NodeWatch
+    profiler: StepProfiler
     recorder: Recorder
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 

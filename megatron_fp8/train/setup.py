@@ -18,7 +18,10 @@ from megatron_fp8.precision.policy import build_policy
 from megatron_fp8.report.record import Recorder
 from megatron_fp8.train.checkpointing import Checkpointer
 from megatron_fp8.train.health import HealthWatch
+from megatron_fp8.train.node_watch import NodeWatch
+from megatron_fp8.train.norms import NormWatch
 from megatron_fp8.train.parts import TrainingParts
+from megatron_fp8.train.profile import StepProfiler
 from megatron_fp8.train.step import Stepper
 from megatron_fp8.train.step_times import StepTimes
 
@@ -30,10 +33,11 @@ def build_parts(
     device: Device,
     recorder: Recorder,
     checkpoints: Path | None = None,
+    profiles: Path | None = None,
 ) -> TrainingParts:
     """Build this rank's share; collective over all ranks, the process group must be running.
 
-    `checkpoints`: the directory that checkpoints are written into; None: none are.
+    `checkpoints`, `profiles`: the directories that these are written into; None: none are.
     """
     groups = build_groups(config.parallel)
     seed_ranks(config.training.seed, groups)
@@ -52,6 +56,15 @@ def build_parts(
     schedule = build_schedule(config, optimizer)
     health = HealthWatch(precision, groups, recorder, config.logging.log_interval)
     places = model_places(chunks, layout, config.model.activation, groups, config.parallel.use_distributed_optimizer)
+    interval = config.logging.norms_interval
+    norms = NormWatch(
+        optimizer,
+        places,
+        config.model.num_layers,
+        device.torch_device,
+        recorder,
+        config.logging.log_interval if interval is None else interval,
+    )
     live = LiveState(chunks, optimizer, schedule, precision, places, device.torch_device)
     return TrainingParts(
         config=config,
@@ -66,5 +79,8 @@ def build_parts(
         health=health,
         checkpointer=Checkpointer(config, layout, checkpoints, live, health, recorder),
         times=times,
+        norms=norms,
+        profiler=StepProfiler(config.profile, profiles, device, times, recorder),
+        node=NodeWatch(device, Path(config.run.root)),
         recorder=recorder,
     )

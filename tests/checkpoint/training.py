@@ -26,7 +26,7 @@ class _TimesAndMachine:
     """Names of what a run records of time and of this machine."""
 
     _NAME = re.compile(
-        r".*(time|seconds|second|slowest-rank)(/.*)?|.*-wait-.*|.*-memory-.*|.*(-gpu|/measured)|throughput|node/.*"
+        r".*(time|seconds|second|seconds-left|slowest-rank)(/.*)?|.*-wait-.*|.*-memory-.*|.*(-gpu|/measured)|throughput|node/.*"
     )
 
     def __contains__(self, name: str) -> bool:
@@ -34,7 +34,7 @@ class _TimesAndMachine:
 
 
 NOT_COMPARED = _TimesAndMachine()
-_SERIES = ("train", "validation", "fp8", "fp8-check", "fp8-fallback")
+_SERIES = ("train", "validation", "norms", "fp8", "fp8-check", "fp8-fallback")
 
 
 def checkpoint_config(**sections: dict[str, Any]) -> Config:
@@ -118,8 +118,11 @@ def train_on_this_rank(
     weights_only: bool = False,
     before: Callable[[Any], None] | None = None,
     probe: Callable[[Any], Any] | None = None,
+    profiles: Path | None = None,
 ) -> Trained:
     """Train to the end in the running world, saving into `checkpoints`, starting from the checkpoint `load`.
+
+    `profiles`: the directory of traces.
 
     `before(parts)` is called before training; `probe(parts)` right after loading, or without `load` right before the
     first save.
@@ -132,8 +135,9 @@ def train_on_this_rank(
     from megatron_fp8.train.loop import train
     from megatron_fp8.train.setup import build_parts
 
-    memory = Memory([])
-    parts = build_parts(config, derived_layout(config), VOCAB_SIZE, devices.prepare(), Recorder([memory]), checkpoints)
+    memory, layout = Memory([]), derived_layout(config)
+    device = devices.prepare()
+    parts = build_parts(config, layout, VOCAB_SIZE, device, Recorder([memory]), checkpoints, profiles)
     training = config.training
     samples = Samples(config.model.seq_length)
     num_valid = training.eval_iters * training.global_batch_size

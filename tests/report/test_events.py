@@ -47,6 +47,10 @@ TOLD: list[tuple[dict[str, Any], str]] = [
         "iteration 9 | layer 3 runs in fp8 from now on",
     ),
     (
+        {"event": "profile", "iteration": 12, "steps": 2, "ranks": "0 1", "directory": "p", "largest costs": "op\nmm"},
+        "iteration 12 | traced the last 2 steps of ranks 0 1 into p\nop\nmm",
+    ),
+    (
         {"event": "end", "iteration": 40, "seconds": 81.0, "stopped": None, **LOSSES},
         "finished 40 iterations in 1 min 21 s | lm loss validation 8.5000 -> 6.0000 (-2.5000 nats)",
     ),
@@ -66,6 +70,31 @@ TOLD: list[tuple[dict[str, Any], str]] = [
     ),
     # Kinds without words of their own, of this version or another, keep nothing to themselves.
     ({"event": "spike", "iteration": 7, "lm loss": 9.5, "time": 1.0}, "iteration 7 | spike | lm loss 9.5"),
+    ({"event": "spike", "iteration": 7, "reason": "9.5 > 4"}, "iteration 7 | loss spike: 9.5 > 4"),
+    (
+        {"event": "skip", "iteration": 7, "skips in a row": 1, "skips": 3, "reason": "lm loss is nan"},
+        "iteration 7 | step left out (1 in a row, 3 in all): lm loss is nan",
+    ),
+    (
+        {"event": "rewind", "iteration": 4, "from-iteration": 9, "reason": "9.5 > 4", "checkpoint": "c/iter_0000004"}
+        | {"first skipped sample": 16, "last skipped sample": 35, "rewinds": 1, "rewinds left": 2, "notes": "worn"},
+        "iteration 4 | went back from iteration 9 to 4 (c/iter_0000004): 9.5 > 4; passes over samples 16 to 35; may go"
+        " back 2 times more | worn",
+    ),
+    (
+        {"event": "slow-rank", "iteration": 7, "rank": 3, "host": "b", "work": "compute", "seconds": 0.51234}
+        | {"median seconds": 0.2, "factor": 2.5617},
+        "iteration 7 | rank 3 on b is slow: compute takes 0.512 s, 2.56 times the median",
+    ),
+    (
+        {"event": "hang", "iteration": 7, "ranks": "3", "host": "b", "phase": "optimizer", "kind": "stuck"},
+        "iteration 7 | rank 3 on b hangs: stuck in optimizer",
+    ),
+    (
+        {"event": "replica", "iteration": 7, "tensors": 2, "first tensor": "w", "ranks": "1 2", "hosts": "b"}
+        | {"last alike": None},
+        "iteration 7 | 2 tensors differ between replicas, the first is w; suspects: rank 1 2 on b",
+    ),
     ({"event": "moon", "phase": "full", "time": 1.0}, "moon | phase full"),
     ({"event": "checkpoint", "iteration": 8, "path": "c"}, "checkpoint | path c"),
     ({"event": "ready", "seconds-to-first-step": "soon"}, "ready | seconds-to-first-step soon"),
@@ -85,7 +114,7 @@ def test_every_kind_with_words_was_told_above() -> None:
 
 def test_who_is_alerted_reads_what_it_is_about_in_the_title() -> None:
     alerting = {kind for kind, told in EVENTS.items() if told.level > Level.INFO}
-    assert alerting == {"fp8-fallback", "spike", "skip", "rewind", "hang", "replica", "failure"}
+    assert alerting >= {"fp8-fallback", "spike", "skip", "rewind", "slow-rank", "hang", "replica", "failure"}
     assert all(EVENTS[kind].title for kind in alerting)
     assert event_title({"event": "failure", "kind": "NonFiniteError"}) == "Run failed: NonFiniteError"
     assert event_title({"event": "fp8-fallback", "layer": 3}) == "FP8 fallback: layer 3"
@@ -101,7 +130,7 @@ def test_quiet_says_warnings_and_errors_alone_and_logs_everything(tmp_path: Path
     sink.close()
     loud = [line for record, line in TOLD if event_level(record) > Level.INFO]
     assert output.getvalue().splitlines() == loud
-    assert len(loud) == 4
+    assert len(loud) == 10
     log = (tmp_path / "console.log").read_text()
     assert all(line in log for _, line in TOLD)
 

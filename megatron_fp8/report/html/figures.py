@@ -21,12 +21,17 @@ LOSS, VALIDATION = "lm loss", "lm loss validation"
 # Title, unit and what it says, of the series with a figure of their own, in the order shown.
 _KNOWN = {
     "learning-rate": ("Learning rate", "", "Of the step that ends the interval."),
-    "grad-norm": ("Gradient norm", "", "Global L2 norm before clipping, of the step that ends the interval."),
+    "grad-norm": (
+        "Gradient norm",
+        "",
+        "L2 norm before clipping, of the step that ends the interval; by kind of weight.",
+    ),
+    "params-norm": ("Norm of the weights", "", "L2 norm of the masters; by kind of weight."),
     "tokens-per-second": ("Throughput", "tokens/s", "All ranks together; evaluations and checkpoints do not count."),
     "iteration-time": ("Time per step", "s", "And its parts, as far as they are recorded."),
     "throughput": ("Model FLOPs", "TFLOP/s per GPU", "What the model needs, without recomputation."),
     "mfu": ("Model FLOPs utilisation", "%", "Share of the peak of the format of the blocks' GEMMs."),
-    "slowest-rank": ("Slowest rank", "", "Number of the rank whose steps took longest."),
+    "slowest-rank": ("Slowest rank", "", "Number of the rank whose own passes took longest."),
     "pause-seconds": ("Pauses", "s", "Between two records, for evaluation and checkpoints."),
     "loss-scale": ("Loss scale", "", "Of the next step."),
     "skipped-iterations": ("Skipped steps", "steps", "Since the start, because of overflows."),
@@ -43,6 +48,9 @@ _NO_FIGURE = re.compile(
 )
 # Of these a step's time is made; `iteration-time/slowest-rank` and the like are the whole of it.
 _TIME_PART = re.compile(r"(?!iteration-time).+-time")
+# Of a large job the first nodes are shown.
+_NODE = re.compile(r"node/(?P<number>\d+)/(?P<quantity>.+)")
+_MOST_NODES = 16
 _LOG_FROM = 100.0
 _FROM_ZERO = frozenset({"tokens/s", "TFLOP/s per GPU", "%", "s", "GB", "steps", "samples"})
 
@@ -67,7 +75,10 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     rest: dict[str, list[str]] = {}
     for name in names:
         if name not in shown and not _NO_FIGURE.fullmatch(name):
-            rest.setdefault(name.split("/")[0], []).append(name)
+            node = _NODE.fullmatch(name)
+            group = f"{node['quantity']} of nodes" if node else name.split("/")[0]
+            if node is None or int(node["number"]) < _MOST_NODES:
+                rest.setdefault(group, []).append(name)
     made += [_figure(runs, group, "", "", members) for group, members in rest.items()]
     return [dict(figure, id=f"figure-{index}") for index, figure in enumerate(made) if figure["traces"]]
 

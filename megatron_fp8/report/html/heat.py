@@ -1,4 +1,4 @@
-"""Owns the FP8 heat maps of a report: what each quantity means, and its table of layers by time, as plain data.
+"""Owns the heat maps of a report: what each quantity means, and its table of layers by time, as plain data.
 
 A cell is the worst value of its interval of iterations (see `read`). Must not know how heat maps are drawn.
 """
@@ -40,6 +40,8 @@ _QUANTITIES: Mapping[str, Quantity] = {
     "flushed": Quantity("flushed: share of elements that became 0", False, "largest"),
     "error": Quantity("error: relative error of quantisation", False, "largest"),
     "sqnr-db": Quantity("signal to quantisation noise, dB", False, "smallest"),
+    "grad-norm": Quantity("gradient norm before clipping", True, "largest"),
+    "params-norm": Quantity("norm of the masters", True, "largest"),
 }
 
 

@@ -20,6 +20,7 @@ from megatron_fp8.report.html.read import Record, Run
 _NONE = "-"
 _YEAR_3000 = 32503680000
 _CHART = "precision chart"
+_COSTS = "largest costs"
 _CHART_ROW = re.compile(r"  (?P<tensor>\S.*?) {2,}(?P<size>\S+) B per (?P<per>.+?), (?P<format>.+)")
 _NOT_TEXT = ("event", "iteration", "time")
 
@@ -101,7 +102,8 @@ def time_split(run: Run) -> list[Part]:
         return []
     rest = whole - sum(seconds.values())
     parts = [Part(name, value, value / whole) for name, value in seconds.items()]
-    return [*parts, Part("everything else", rest, rest / whole)] if rest > 0 else parts
+    # The parts of a newer record add up, but for the rounding.
+    return [*parts, Part("everything else", rest, rest / whole)] if rest > 1e-6 * whole else parts
 
 
 def _last(run: Run, name: str, form: str = "") -> str:
@@ -190,8 +192,21 @@ def events_left_out(run: Run) -> int:
 
 
 def _event_text(event: Record) -> str:
-    # The rest of what a start says is a section of its own.
-    return str(event.get("device", "")) if event["event"] == "start" else event_text(event)
+    if event["event"] == "start":
+        # The rest of what it says is a section of its own.
+        return str(event.get("device", ""))
+    if event["event"] == "profile":
+        event = {**event, _COSTS: ""}
+    return event_text(event).strip()
+
+
+def profiles(run: Run) -> list[tuple[str, str]]:
+    """Titles and texts of what cost most in the steps that were traced."""
+    return [
+        (f"Up to iteration {event.get('iteration')}, rank {str(event.get('ranks')).split()[0]}", str(event[_COSTS]))
+        for event in run.events
+        if event["event"] == "profile" and event.get(_COSTS)
+    ]
 
 
 def chart(run: Run) -> tuple[list[tuple[str, list[dict[str, str]]]], str]:

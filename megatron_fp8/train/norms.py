@@ -1,0 +1,157 @@
+"""Owns the L2 norms of gradients and weights by group of parameters, exact in every layout.
+
+A group is a kind of parameter in one layer, or outside the layers. Every rank adds up the squares of what it alone
+keeps, or is the one to count: the optimizer's parts of the whole gradients and of the masters. One sum over all ranks
+makes norms of it. Must not know optimizers or when it is time to record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+from transformer_engine.pytorch.optimizers import multi_tensor_applier, multi_tensor_l2norm
+
+from megatron_fp8.checkpoint.contents import ModelPlaces
+from megatron_fp8.optim.state import MASTER, StatePart, state_parts
+from megatron_fp8.report.record import Recorder, Value
+
+GRADIENTS, WEIGHTS = "grad-norm", "params-norm"
+_OF_A_LAYER = ("qkv", "proj", "fc1", "fc2", "norms")
+_OUTSIDE = ("embedding", "norms", "head")
+# The first part of a parameter's name that is found in it says its kind.
+_KINDS = (
+    ("layer_norm_", "norms"),
+    ("final_norm.", "norms"),
+    ("embedding.", "embedding"),
+    ("output_layer.", "head"),
+    ("layernorm_qkv.", "qkv"),
+    ("self_attention.proj.", "proj"),
+    (".fc1_", "fc1"),
+    (".fc2_", "fc2"),
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters of one kind; `layer` None: outside the layers. A tied weight counts as the embedding."""
+
+    kind: str
+    layer: int | None
+
+    @classmethod
+    def of(cls, name: str) -> Group:
+        """That of the parameter with this global name. Raises KeyError for a name of no known kind."""
+        for fragment, kind in _KINDS:
+            if fragment in name:
+                parts = name.split(".")
+                return cls(kind, int(parts[1]) if parts[0] == "layers" else None)
+        raise KeyError(f"parameter {name!r} is of no known kind; add it to megatron_fp8/train/norms.py")
+
+
+class NormWatch:
+    """Records a run's norms every `interval` steps; 0: never."""
+
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        places: ModelPlaces,
+        num_layers: int,
+        device: torch.device,
+        recorder: Recorder,
+        interval: int,
+    ) -> None:
+        self._optimizer = optimizer
+        self._places = places
+        self._device = device
+        self._recorder = recorder
+        self._interval = interval
+        # The same on every rank, so that what ranks sum lies in the same places.
+        self._groups = [Group(kind, layer) for layer in range(num_layers) for kind in _OF_A_LAYER]
+        self._groups += [Group(kind, None) for kind in _OUTSIDE]
+        self._index = {group: index for index, group in enumerate(self._groups)}
+        self._gradient_squares: Tensor | None = None
+
+    def before_update(self, iteration: int) -> Callable[[], None] | None:
+        """What is to be called in the step that ends with `iteration` steps done, between gradients and update."""
+        return self._measure_gradients if self._interval and iteration % self._interval == 0 else None
+
+    def after_step(self, iteration: int, updated: bool) -> None:
+        """Record the step's gradients, if they were measured, and the weights after it; collective over all ranks.
+
+        Of a step that changed nothing, because of its gradients, there is nothing to say.
+        """
+        gradients, self._gradient_squares = self._gradient_squares, None
+        if gradients is None or not updated:
+            return
+        parts = list(self._parts())
+        weights = self._squares(parts, (part.read(MASTER) for part in parts))
+        elements = torch.zeros_like(weights)
+        for part in parts:
+            elements[self._index_of(part)] += part.stop - part.start
+        sums = torch.stack([gradients, weights, elements])
+        torch.distributed.all_reduce(sums)
+        grad_squares, weight_squares, counts = sums.tolist()
+        exists = [count > 0 for count in counts]
+        self._recorder.write(
+            "norms",
+            {
+                "iteration": iteration,
+                **self._series(GRADIENTS, grad_squares, exists),
+                WEIGHTS: math.sqrt(sum(weight_squares)),
+                **self._series(WEIGHTS, weight_squares, exists),
+            },
+        )
+
+    @torch.no_grad()
+    def _measure_gradients(self) -> None:
+        parts = list(self._parts())
+        squares = self._squares(parts, (_gradient(part) for part in parts))
+        # They still hold the loss scale.
+        self._gradient_squares = squares / self._optimizer.get_loss_scale().to(squares) ** 2
+
+    def _parts(self) -> Iterator[StatePart]:
+        """What this rank is to count: no copies of what another rank counts."""
+        for part in state_parts(self._optimizer):
+            if not any(self._places.replica(part.parameter)):
+                yield part
+
+    def _index_of(self, part: StatePart) -> int:
+        return self._index[Group.of(self._places.names[part.parameter])]
+
+    def _squares(self, parts: Iterable[StatePart], values: Iterable[Tensor]) -> Tensor:
+        """Sums of squares by group, FP64, of each part's `values`; without waiting for the device."""
+        squares = torch.zeros(len(self._groups), dtype=torch.float64, device=self._device)
+        by_dtype: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+        for part, tensor in zip(parts, values, strict=True):
+            indices, tensors = by_dtype.setdefault(tensor.dtype, ([], []))
+            indices.append(self._index_of(part))
+            tensors.append(tensor)
+        for indices, tensors in by_dtype.values():
+            overflow = torch.zeros(1, dtype=torch.int, device=squares.device)
+            # As Megatron computes the global norm.
+            _, norms = multi_tensor_applier(multi_tensor_l2norm, overflow, [tensors], True)
+            squares.index_add_(0, torch.tensor(indices, device=squares.device), norms.double() ** 2)
+        return squares
+
+    def _series(self, name: str, squares: list[float], exists: list[bool]) -> dict[str, Value]:
+        """Norms by kind over the whole model, and by layer and kind."""
+        of_kind: dict[str, float] = {}
+        of_layer: dict[str, Value] = {}
+        for group, square, there in zip(self._groups, squares, exists, strict=True):
+            if there:
+                of_kind[group.kind] = of_kind.get(group.kind, 0.0) + square
+                if group.layer is not None:
+                    of_layer[f"{name}/layers.{group.layer}/{group.kind}"] = math.sqrt(square)
+        return {**{f"{name}/{kind}": math.sqrt(square) for kind, square in of_kind.items()}, **of_layer}
+
+
+def _gradient(part: StatePart) -> Tensor:
+    """Of the part's elements; the other elements of the same buffer are no sums over all ranks."""
+    whole: Tensor = part.parameter.main_grad  # type: ignore[attr-defined]
+    return whole.view(-1)[part.start : part.stop]
