@@ -26,7 +26,8 @@ class _TimesAndMachine:
     """Names of what a run records of time and of this machine."""
 
     _NAME = re.compile(
-        r".*(time|seconds|second|seconds-left|slowest-rank)(/.*)?|.*-wait-.*|.*-memory-.*|.*(-gpu|/measured)|throughput|node/.*"
+        r".*(time|seconds|second|seconds-left|slowest-rank)(/.*)?|.*-wait-.*|.*-memory-.*|.*(-gpu|/measured)"
+        r"|throughput|node/.*"
     )
 
     def __contains__(self, name: str) -> bool:
