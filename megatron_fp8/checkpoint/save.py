@@ -5,6 +5,7 @@ have ended, which `poll` looks at between steps, rank 0 commits. A write that fa
 the checkpoint before it stays the latest. Must not know when to save.
 """
 
+import os
 import queue
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.live import LiveState
 from megatron_fp8.checkpoint.mailbox import use_mailbox
 from megatron_fp8.checkpoint.manifest import CheckpointError, Manifest, flushed_meanwhile, write_sums
+from megatron_fp8.checkpoint.orphan import die_with
 from megatron_fp8.checkpoint.together import on_rank_0
 
 
@@ -136,12 +138,13 @@ def _with_sums(request: AsyncRequest, path: Path) -> AsyncRequest:
     Threads write, where Megatron's process would start further ones: of those, one that is killed is waited for without
     end.
     """
-    rank = torch.distributed.get_rank()
+    rank, rank_pid = torch.distributed.get_rank(), os.getpid()
 
     def write_and_sum(_: int = rank, buckets: Sequence[Any] = (), mailbox: Any = None) -> None:
         assert request.async_fn is None or isinstance(request.async_fn, partial)
         transforms = request.async_fn.args[0] if request.async_fn is not None else []
         try:
+            die_with(rank_pid)
             with ThreadPoolExecutor(max(1, len(buckets))) as pool:
                 results: Any = dict(pool.map(partial(_write_bucket, transforms), range(len(buckets)), buckets))
             write_sums(path, rank, sorted(file.name for file in path.glob(f"__{rank}_*.distcp")))
