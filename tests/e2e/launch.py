@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ROOT / "pretrain.py"
@@ -74,7 +75,10 @@ def run(
     try:
         stdout, stderr = process.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        # The launcher's ranks have sessions of their own, and hold the pipes.
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
         stdout, stderr = process.communicate()
         raise AssertionError(f"not ended after {timeout_seconds} s\n{stdout}\n{stderr}") from None
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
