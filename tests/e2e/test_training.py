@@ -13,7 +13,7 @@ import pytest
 
 from megatron_fp8.config.load import load_config
 from tests.e2e.conftest import TRAIN_ITERS, Tiny
-from tests.e2e.launch import Ended, pretrain, torchrun
+from tests.e2e.launch import ROOT, Ended, pretrain, torchrun
 
 NUM_RANKS = 2
 # The documented series of each kind of record.
@@ -112,6 +112,15 @@ def test_the_run_directory_holds_config_metrics_and_console_log(finished: Finish
 def test_the_written_config_reads_back_equal(finished: Finished) -> None:
     written = load_config(finished.directory / "config.yaml").config
     assert written == load_config(finished.config_path).config
+
+
+def test_every_series_is_documented(finished: Finished) -> None:
+    text = (ROOT / "docs" / "dashboards.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[a-z0-9-]+(?: [a-z]+)*", " ".join(re.findall(r"`([^`]+)`", text)))) | {"seconds-left", "time"}
+    for record in of_kind(read_metrics(finished.directory), "train"):
+        for series in record.keys() - {"event", "iteration"}:
+            parts = [part for part in series.split("/") if not part.isdecimal()]
+            assert set(parts) <= named, series
 
 
 def test_metrics_hold_the_documented_series(finished: Finished) -> None:
