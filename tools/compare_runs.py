@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp8.report.html.read import RunError, read_config, records
-from megatron_fp8.report.record import METRICS
+from megatron_fp8.report.record import METRICS, BrokenLine
 
 # What happens at a step. The others say when a job started, waited or saved.
-EVENTS = ("train", "validation", "fp8", "fp8-check", "fp8-fallback")
+EVENTS = ("train", "validation", "norms", "fp8", "fp8-check", "fp8-fallback")
 TIME_LIKE = re.compile(
     r".*(seconds|(^|-)time([-/ ]|$)|per-second|data-wait|throughput|mfu|memory|bubble|slowest-rank).*|node/.*",
     re.IGNORECASE,
@@ -100,12 +100,12 @@ def steps(path: Path) -> Iterator[tuple[int, Step]]:
 
 
 def _of_steps(path: Path) -> Iterator[dict[str, Any]]:
-    for number, record in enumerate(records(path), start=1):
-        if record is None:
-            raise RunError(f"{path}, line {number} is not a record of a run")
+    for record in records(path):
+        if isinstance(record, BrokenLine):
+            raise RunError(f"{path}, line {record.number} is not a record of a run")
         if record["event"] in EVENTS:
-            if not isinstance(record.get("iteration"), int):
-                raise RunError(f"{path}, line {number} has no iteration")
+            if "iteration" not in record:
+                raise RunError(f"{path} has a {record['event']} record without iteration")
             yield record
 
 

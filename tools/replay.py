@@ -12,10 +12,10 @@ from pathlib import Path
 from megatron_fp8.config.load import load_config
 from megatron_fp8.config.problem import ConfigError
 from megatron_fp8.config.schema import Config
-from megatron_fp8.report.record import METRICS, read_records
-from megatron_fp8.report.views import tensorboard_directory, tensorboard_view, wandb_view
+from megatron_fp8.report.guarded import OpenSink
+from megatron_fp8.report.record import METRICS, BrokenLine, BrokenLines, iteration_of, read_records
+from megatron_fp8.report.views import opens_tensorboard, opens_wandb, tensorboard_directory
 
-# The view catches up with the record as it does in a run, at its first record; there is none that is not in the file.
 _NOTHING_KEPT = -1
 
 
@@ -55,7 +55,7 @@ def _config(run: Path) -> Config:
     for name in (METRICS, "config.yaml"):
         if not (run / name).is_file():
             raise ReplayError(f"RUN {run}: there is no {name}; name a run directory, as in runs/quickstart")
-    if next(read_records(run / METRICS), None) is None:
+    if all(isinstance(record, BrokenLine) for record in read_records(run / METRICS)):
         raise ReplayError(f"RUN {run}: {METRICS} has no record")
     return load_config(run / "config.yaml", []).config
 
@@ -65,22 +65,30 @@ def _replay_tensorboard(config: Config, run: Path) -> None:
 
     directory = tensorboard_directory(config, run)
     remove_event_files(directory)
-    view = tensorboard_view(directory, run, _NOTHING_KEPT, _fail)
-    view.catch_up()
-    view.close()
+    _replay("TensorBoard", opens_tensorboard(directory), run)
     print(f"wrote {directory}")
 
 
 def _replay_wandb(config: Config, run: Path, project: str | None) -> None:
     update = {"wandb_mode": "offline", "wandb_project": project or config.logging.wandb_project}
     logging = config.logging.model_copy(update=update)
-    view = wandb_view(config.model_copy(update={"logging": logging}), run, _NOTHING_KEPT, _fail)
-    view.catch_up()
-    view.close()
+    _replay("wandb", opens_wandb(config.model_copy(update={"logging": logging}), run), run)
 
 
-def _fail(text: str) -> None:
-    raise ReplayError(text)
+def _replay(name: str, open_sink: OpenSink, run: Path) -> None:
+    broken = BrokenLines()
+    try:
+        sink, newest = open_sink(_NOTHING_KEPT)
+        for record in read_records(run / METRICS):
+            if isinstance(record, BrokenLine):
+                broken.add(record)
+            elif iteration_of(record, newest + 1) > newest:
+                sink.write(record)
+        sink.close()
+    except Exception as error:
+        raise ReplayError(f"{name} failed: {type(error).__name__}: {error}") from error
+    if str(broken):
+        print(f"{name}: {broken}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -103,11 +103,13 @@ def _joined_weights(config: Config, layout: Layout, element_bytes: int) -> float
     """Query, key and value weights that TE copies into one for each micro-batch's forward pass, and keeps.
 
     Only where Megatron's buffer for the distributed optimizer holds them in another order; else they lie side by side.
+    Without stages its schedule keeps the loss of the micro-batch before, and so the copies that TE's nodes refer to.
     """
     if config.model.fuse_qkv_params or not config.parallel.use_distributed_optimizer:
         return 0.0
     qkv = layout.gemms[0]
-    return float(qkv.out_features * qkv.in_features * element_bytes)
+    copies = 2 if layout.pipeline_model_parallel_size == 1 and layout.num_microbatches > 1 else 1
+    return float(copies * qkv.out_features * qkv.in_features * element_bytes)
 
 
 def _layer(config: Config, layout: Layout, formats: Formats) -> float:

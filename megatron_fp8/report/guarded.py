@@ -9,7 +9,15 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron_fp8.report.record import Sink, Value, iteration_of, json_line, read_records
+from megatron_fp8.report.record import (
+    BrokenLine,
+    BrokenLines,
+    Sink,
+    Value,
+    iteration_of,
+    json_line,
+    read_records,
+)
 
 # Counted in records, not in seconds: the same run tries at the same places.
 FIRST_PAUSE_RECORDS = 16
@@ -106,10 +114,16 @@ class Guarded:
     def _hand_over(self, sink: Sink, path: Path, newest: int) -> None:
         # The record is written first, unless its disk is full: what waits is in it.
         waiting = {json_line(record): record for record in self._waiting}
-        for record in read_records(path):
+        broken = BrokenLines()
+        for record in read_records(path) if path.exists() else ():
+            if isinstance(record, BrokenLine):
+                broken.add(record)
+                continue
             if iteration_of(record, newest + 1) > newest:
                 sink.write(record)
             waiting.pop(json_line(record), None)
+        if str(broken):
+            self._say(f"{self._name}: {broken}")
         self._waiting = deque(waiting.values(), maxlen=MOST_WAITING_RECORDS)
         self._lost = 0
 

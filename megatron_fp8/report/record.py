@@ -8,8 +8,9 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 Value = float | int | str | bool | None
 
@@ -54,12 +55,44 @@ METRICS = "metrics.jsonl"
 _LAST_EVENTS = ("end", "failure")
 # Of a run that goes on from before them they are true all the same.
 _LASTING_EVENTS = ("rewind",)
+_MOST_LINES_NAMED = 10
 
 
-def read_records(path: Path) -> Iterator[dict[str, Value]]:
-    """The records of a `metrics.jsonl` in their order, none where there is no file.
+@dataclass(frozen=True)
+class BrokenLine:
+    """A line of a `metrics.jsonl` that is no record: its number, from 1 on."""
 
-    A line that a killed run left half written is passed over.
+    number: int
+
+
+class BrokenLines:
+    """The broken lines that a reader met, for a person to be told."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._first: list[int] = []
+
+    def add(self, line: BrokenLine) -> None:
+        """Count a line."""
+        self._count += 1
+        if len(self._first) < _MOST_LINES_NAMED:
+            self._first.append(line.number)
+
+    def __str__(self) -> str:
+        """`line 3 of metrics.jsonl is no record and was left out`; empty without any."""
+        if not self._count:
+            return ""
+        numbers = ", ".join(f"{number:,}" for number in self._first)
+        if self._count == 1:
+            return f"line {numbers} of {METRICS} is no record and was left out"
+        more = ", ..." if self._count > len(self._first) else ""
+        return f"{self._count:,} lines of {METRICS} are no records and were left out: {numbers}{more}"
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any] | BrokenLine]:
+    """The records of a `metrics.jsonl` in their order. Raises OSError.
+
+    What follows the last end of a line is not read: a run that goes on is writing it, or a killed one left it there.
     """
     for _, record in _lines_and_records(path):
         yield record
@@ -68,13 +101,16 @@ def read_records(path: Path) -> Iterator[dict[str, Value]]:
 def drop_records_after(path: Path, iteration: int) -> None:
     """Leave out of a `metrics.jsonl` what a run that goes on from `iteration` will do again, and the end of the run.
 
-    A line that a killed run left half written goes too. Nothing happens where there is no file.
+    A line that a killed run left half written goes too; other broken lines stay, for readers to tell of. Nothing
+    happens where there is no file.
     """
     if not path.exists():
         return
-    kept = [line for line, record in _lines_and_records(path) if _stays(record, iteration)]
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
+    with temporary.open("wb") as kept:
+        for line, record in _lines_and_records(path):
+            if isinstance(record, BrokenLine) or _stays(record, iteration):
+                kept.write(line)
     temporary.replace(path)
 
 
@@ -90,15 +126,21 @@ def iteration_of(record: Mapping[str, Value], without: int) -> int:
     return without if value is None else int(value)
 
 
-def _lines_and_records(path: Path) -> Iterator[tuple[str, dict[str, Value]]]:
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                yield line, json.loads(line)
-            except ValueError:
-                continue
+def _lines_and_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | BrokenLine]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield line, _record(line) or BrokenLine(number)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+        return None
+    return record if type(record.get("iteration", 0)) is int else None
 
 
 class JsonLines:

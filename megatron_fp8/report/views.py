@@ -10,7 +10,7 @@ import yaml
 
 from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.schema import Config
-from megatron_fp8.report.guarded import Guarded, Say, say_on_stderr
+from megatron_fp8.report.guarded import Guarded, OpenSink, Say, say_on_stderr
 from megatron_fp8.report.record import METRICS, JsonLines, Sink
 
 
@@ -21,10 +21,14 @@ def sinks_of_run(config: Config, run_directory: Path, console: Callable[[], Sink
         Guarded("the console", lambda _: (console(), -1), f"the record is in {run_directory / METRICS}"),
     ]
     kept = -1 if iteration is None else iteration
+    again = f"tools/replay.py {run_directory}"
+    record = run_directory / METRICS
     if config.logging.tensorboard_dir is not None:
-        sinks.append(tensorboard_view(tensorboard_directory(config, run_directory), run_directory, kept))
+        opens = opens_tensorboard(tensorboard_directory(config, run_directory))
+        sinks.append(Guarded("TensorBoard", opens, f"{again} --tensorboard makes it anew", record, kept))
     if config.logging.wandb_project is not None and config.logging.wandb_mode != "disabled":
-        sinks.append(wandb_view(config, run_directory, kept))
+        opens = opens_wandb(config, run_directory)
+        sinks.append(Guarded("wandb", opens, f"{again} --wandb makes it anew", record, kept))
     return sinks
 
 
@@ -39,8 +43,8 @@ def tensorboard_directory(config: Config, run_directory: Path) -> Path:
     return run_directory / (config.logging.tensorboard_dir or "tensorboard")
 
 
-def tensorboard_view(directory: Path, run_directory: Path, iteration: int, say: Say = say_on_stderr) -> Guarded:
-    """The view in TensorBoard."""
+def opens_tensorboard(directory: Path) -> OpenSink:
+    """What opens the view in TensorBoard."""
 
     def open_view(kept: int) -> tuple[Sink, int]:
         # Only a run that wants it waits for its import.
@@ -49,12 +53,11 @@ def tensorboard_view(directory: Path, run_directory: Path, iteration: int, say: 
         sink = TensorBoardSink(directory, kept)
         return sink, sink.newest
 
-    advice = f"tools/replay.py {run_directory} --tensorboard makes it anew"
-    return Guarded("TensorBoard", open_view, advice, run_directory / METRICS, iteration, say)
+    return open_view
 
 
-def wandb_view(config: Config, run_directory: Path, iteration: int, say: Say = say_on_stderr) -> Guarded:
-    """The view in wandb; the config must name a project."""
+def opens_wandb(config: Config, run_directory: Path) -> OpenSink:
+    """What opens the view in wandb; the config must name a project."""
 
     def open_view(_: int) -> tuple[Sink, int]:
         from megatron_fp8.report.wandb_sink import WandbRun, WandbSink
@@ -70,5 +73,4 @@ def wandb_view(config: Config, run_directory: Path, iteration: int, say: Say = s
         sink = WandbSink(run)
         return sink, sink.newest
 
-    advice = f"tools/replay.py {run_directory} --wandb makes it anew"
-    return Guarded("wandb", open_view, advice, run_directory / METRICS, iteration, say)
+    return open_view

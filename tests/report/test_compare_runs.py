@@ -159,7 +159,7 @@ def test_a_run_that_is_shorter_differs_from_where_it_ends(tmp_path: Path, compar
         ('{"event": "start"}\n', (), "has no step on record"),
         ('{"event": "start"}\n{"event"\n', (), "line 2 is not a record of a run"),
         ('{"event": "train", "iteration": 5}\n{"event": "train", "iteration": 4}\n', (), "from iteration 5 back to 4"),
-        ('{"event": "train"}\n', (), "line 1 has no iteration"),
+        ('{"event": "train"}\n', (), "has a train record without iteration"),
         ('{"event": "train", "iteration": 1}\n', (), "config.yaml is missing"),
         (None, ("--rtol", "-1"), "--rtol -1.0 is no tolerance"),
         (None, ("--ignore", "("), "--ignore ( is not a regular expression"),

@@ -115,6 +115,43 @@ def test_curves_hold_what_the_record_says(tmp_path: Path) -> None:
     ]
 
 
+def test_parts_norms_nodes_and_traces_have_their_places(tmp_path: Path) -> None:
+    parts = {"batch-generator-time": 0.1, "forward-backward-time": 0.2, "other-time": 0.3}
+    within = {"forward-backward-time/forward": 0.15, "forward-backward-time/waiting": 0.05}
+    nodes = {f"node/{number}/{name}": 1.0 for number in range(40) for name in ("cpu-percent", "gpu-celsius")}
+    norms = {"grad-norm/qkv": 3.0, "grad-norm/layers.0/qkv": 1.0, "grad-norm/layers.10/qkv": 2.0, "params-norm": 9.0}
+    records = [
+        train(1, 4.0, **{"grad-norm": 3.0, "iteration-time": 0.6, "pause-seconds": 1.0}, **parts, **within, **nodes),
+        {"event": "norms", "iteration": 1, **norms},
+        {
+            "event": "profile",
+            "iteration": 1,
+            "steps": 1,
+            "ranks": "3 4",
+            "directory": "d",
+            "largest costs": "op <mm>\nx",
+        },
+    ]
+    run = read_run(write(tmp_path / "run", records))
+    made = {figure["title"]: [trace["name"] for trace in figure["traces"]] for figure in figures([run])}
+    assert made["Time per step"] == ["iteration-time", *parts]
+    assert made["forward-backward-time"] == list(within)
+    assert made["Gradient norm"] == ["grad-norm", "grad-norm/qkv"]
+    assert made["Norm of the weights"] == ["params-norm"]
+    assert made["cpu-percent of nodes"] == [f"node/{number}/cpu-percent" for number in range(16)]
+    assert {(cell.quantity, cell.tensor, cell.layer) for cell in run.heat} == {
+        ("grad-norm", "qkv", 0),
+        ("grad-norm", "qkv", 10),
+    }
+    assert [(part.name, part.share) for part in tables.time_split(run)] == [
+        (name, pytest.approx(seconds / 0.6)) for name, seconds in parts.items()
+    ]
+    assert tables.profiles(run) == [("Up to iteration 1, rank 3", "op <mm>\nx")]
+    (event,) = tables.events(run)
+    assert event.text == "traced the last 1 steps of ranks 3 4 into d"
+    assert "<pre>op &lt;mm&gt;\nx</pre>" in render([run])
+
+
 @pytest.mark.parametrize(
     ("last", "state"),
     [
@@ -140,7 +177,7 @@ def test_a_line_that_is_being_written_is_left_and_a_broken_one_is_said(tmp_path:
     (directory / "config.yaml").unlink()
     run = read_run(directory)
     assert run.iteration == 2
-    assert run.notes[0] == "2 lines of metrics.jsonl are no records and were left out."
+    assert run.notes[0] == "2 lines of metrics.jsonl are no records and were left out: 2, 3."
     assert "config.yaml is missing" in run.notes[1]
 
 

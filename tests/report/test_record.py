@@ -11,7 +11,14 @@ from rich.console import Console
 
 from megatron_fp8.report.console import ConsoleSink, format_record
 from megatron_fp8.report.durations import format_seconds
-from megatron_fp8.report.record import JsonLines, Recorder, drop_records_after
+from megatron_fp8.report.record import (
+    BrokenLine,
+    BrokenLines,
+    JsonLines,
+    Recorder,
+    drop_records_after,
+    read_records,
+)
 
 TRAIN = {
     "iteration": 5,
@@ -127,3 +134,37 @@ def test_a_stopped_run_says_why_and_how_to_go_on() -> None:
     losses = {"lm loss validation at start": None, "lm loss validation": None}
     line = format_record({**record, **losses}, 100)
     assert line == "stopped after 8 iterations in 1 min 01 s because of signal SIGTERM (--resume goes on)"
+
+
+BROKEN = [b"{", b"[1]", b"{}", b'{"event": 5}', b'{"event": "train", "iteration": "5"}', b"\xff\xfe", b"\0\0", b""]
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_a_broken_line_is_told_by_its_number_and_stays_in_the_file(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = b'{"event": "train", "iteration": 1}\n'
+    # The last line is being written, or was when its run was killed.
+    path.write_bytes(whole + line + b"\n" + whole + line)
+    record = {"event": "train", "iteration": 1}
+    assert list(read_records(path)) == [record, BrokenLine(2), record]
+    drop_records_after(path, 0)
+    assert path.read_bytes() == line + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([], ""),
+        ([1234], "line 1,234 of metrics.jsonl is no record and was left out"),
+        ([3, 5], "2 lines of metrics.jsonl are no records and were left out: 3, 5"),
+        (
+            range(1, 13),
+            "12 lines of metrics.jsonl are no records and were left out: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...",
+        ),
+    ],
+)
+def test_broken_lines_are_said_in_a_sentence(numbers: list[int], text: str) -> None:
+    broken = BrokenLines()
+    for number in numbers:
+        broken.add(BrokenLine(number))
+    assert str(broken) == text

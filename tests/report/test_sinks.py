@@ -146,7 +146,7 @@ def client_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("client_at_home")
-def test_a_run_that_goes_on_continues_its_curves(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_continues_its_curves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from tools import replay
 
     directory = tmp_path / "run"
@@ -155,8 +155,11 @@ def test_a_run_that_goes_on_continues_its_curves(tmp_path: Path) -> None:
     identity = (directory / "wandb_id.txt").read_text()
     # The job was killed after 6, and goes on from its checkpoint of 3.
     drop_records_after(directory / METRICS, 3)
+    lines = (directory / METRICS).read_text().splitlines(keepends=True)
+    (directory / METRICS).write_text("".join([lines[0], "something else\n", *lines[1:]]))
     run_some(directory, 4, 8, 3)
 
+    assert "TensorBoard: line 2 of metrics.jsonl is no record" in capfd.readouterr().err
     assert (directory / "wandb_id.txt").read_text() == identity
     path = only_wandb_file(directory)
     assert identity.strip() in path.name
@@ -174,6 +177,7 @@ def test_a_run_that_goes_on_continues_its_curves(tmp_path: Path) -> None:
     assert scalars["lm loss"][4][2] == pytest.approx(1 / 5)
 
     assert replay.main([str(directory), "--tensorboard", "--wandb"]) == 0
+    assert capfd.readouterr().err.count("line 2 of metrics.jsonl is no record and was left out") == 2
     assert wandb_history(only_wandb_file(directory)) == history
     assert tensorboard_scalars(directory / "tensorboard") == scalars
     assert len(list((directory / "tensorboard").iterdir())) == 1

@@ -6,7 +6,7 @@ Runs that go on, were killed or are of another version are read as far as they c
 from __future__ import annotations
 
 import itertools
-import json
+import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,13 +17,17 @@ import numpy as np
 import yaml
 
 from megatron_fp8.report.html.curves import Curve, Floats, Keep
-from megatron_fp8.report.record import METRICS
+from megatron_fp8.report.record import METRICS, BrokenLine, BrokenLines, read_records
 
 Record = dict[str, Any]
 
 CONFIG = "config.yaml"
-_SERIES_EVENTS = frozenset({"train", "validation"})
+_SERIES_EVENTS = frozenset({"train", "validation", "norms"})
 _FP8_EVENTS = frozenset({"fp8", "fp8-check"})
+# fp8/layers.3/self_attention.proj/input/amax
+_FP8_OF_A_LAYER = re.compile(r"fp8/layers\.(?P<layer>\d+)/(?P<tensor>[^/]+/[^/]+)/(?P<quantity>[^/]+)")
+# grad-norm/layers.3/qkv
+_NORM_OF_A_LAYER = re.compile(r"(?P<quantity>[^/]+-norm)/layers\.(?P<layer>\d+)/(?P<tensor>[^/]+)")
 _NOT_A_SERIES = frozenset({"event", "iteration", "time"})
 # Of the numbers of an interval of the record that become one cell, the one to look at.
 _SMALLEST_IS_WORST = frozenset({"scale", "head-room-bits", "sqnr-db"})
@@ -39,7 +43,7 @@ class RunError(Exception):
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """Where a number of FP8 health belongs: quantity, tensor (`module/operand`) and number of the layer."""
+    """Where a number of a layer belongs: quantity, tensor (`module/operand`, or kind of parameter), layer's number."""
 
     quantity: str
     tensor: str
@@ -70,41 +74,26 @@ class Run:
         return [*self.first_events, *self.last_events]
 
 
-def records(path: Path) -> Iterator[Record | None]:
-    """Each record of a `metrics.jsonl`; None for a line that is none.
-
-    What follows the last end of a line is not read: a run that goes on is writing it. Raises RunError for a file that
-    is not there or cannot be read.
-    """
+def records(path: Path) -> Iterator[Record | BrokenLine]:
+    """As `read_records`. Raises RunError for a file that is not there or cannot be read."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.endswith("\n"):
-                    yield _record(line)
+        yield from read_records(path)
     except FileNotFoundError:
         raise RunError(f"{path} does not exist; name a run directory, as in runs/quickstart") from None
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error}") from error
 
 
-def _record(line: str) -> Record | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("event"), str) else None
-
-
 def read_run(directory: Path, name: str | None = None) -> Run:
     """Read `metrics.jsonl` and `config.yaml` of a run directory; raises RunError where there is no record."""
     run = Run(name or directory.resolve().name, directory)
-    unreadable = 0
+    broken = BrokenLines()
     # Records of the series, a block at a time: far fewer operations than a value at a time.
     blocks: dict[bool, list[Record]] = {False: [], True: []}
     waiting = {False: 0, True: 0}
     for record in records(directory / METRICS):
-        if record is None:
-            unreadable += 1
+        if isinstance(record, BrokenLine):
+            broken.add(record)
             continue
         event = record["event"]
         run.end = record if event == "end" else None
@@ -122,8 +111,8 @@ def read_run(directory: Path, name: str | None = None) -> Run:
                 waiting[is_fp8] = 0
     for is_fp8, block in blocks.items():
         _take_block(run, is_fp8, block)
-    if unreadable:
-        run.notes.append(f"{unreadable:,} lines of {METRICS} are no records and were left out.")
+    if str(broken):
+        run.notes.append(f"{broken}.")
     if not run.num_events and not run.curves and not run.heat:
         raise RunError(f"{directory / METRICS} holds no record of a run; wait until the run has started")
     try:
@@ -155,18 +144,17 @@ def _take_values(run: Run, name: str, is_fp8: bool, iterations: Floats, column: 
         figures = [number(value) for value in column]
         iterations = iterations[[figure is not None for figure in figures]]
         column = [figure for figure in figures if figure is not None]
-    curve = (_heat_curve(run, name) if is_fp8 else run.curves.setdefault(name, Curve())) if column else None
+    curve = _curve(run, name, is_fp8) if column else None
     if curve is not None:
         curve.extend(iterations, np.array(column, dtype=np.float64))
 
 
-def _heat_curve(run: Run, name: str) -> Curve | None:
-    parts = name.split("/")
-    # fp8/layers.3/self_attention.proj/input/amax
-    layer = parts[1].removeprefix("layers.") if len(parts) == 5 else ""
-    if not layer.isdecimal() or parts[0] != "fp8":
-        return None
-    cell = Cell(parts[4], f"{parts[2]}/{parts[3]}", int(layer))
+def _curve(run: Run, name: str, is_fp8: bool) -> Curve | None:
+    """Where values of this name go: what is of a layer into its heat map, of FP8 nothing else is kept."""
+    match = (_FP8_OF_A_LAYER if is_fp8 else _NORM_OF_A_LAYER).fullmatch(name)
+    if match is None:
+        return None if is_fp8 else run.curves.setdefault(name, Curve())
+    cell = Cell(match["quantity"], match["tensor"], int(match["layer"]))
     if cell not in run.heat:
         run.heat[cell] = Curve(_HEAT_BUCKETS, Keep.SMALLEST if cell.quantity in _SMALLEST_IS_WORST else Keep.LARGEST)
     return run.heat[cell]
