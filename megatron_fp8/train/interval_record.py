@@ -35,6 +35,7 @@ def record_interval(
     peak_memory = parts.device.peak_memory_bytes()
     own = RankTimes.of(spans, timing.seconds, timing.num_steps)
     memory, times, nodes = _of_all_ranks(parts, peak_memory, own)
+    parts.slow_ranks.add(state.iteration, times)
     split = time_series(times, parts.precision.policy.fp8 is not None, parts.groups.pp.size() > 1)
     seconds_per_step = split["iteration-time"]
     tokens_per_second = parts.layout.tokens_per_global_batch / seconds_per_step

@@ -125,6 +125,7 @@ def _step(
     progress.interval.add(result)
     pace.step_done()
     parts.heartbeat.step_done()
+    parts.replicas.after_step(state.iteration)
     if state.iteration % parts.config.logging.log_interval == 0 or state.iteration == training.train_iters:
         record_interval(parts, state, progress.interval, result, learning_rate, pace)
     return replace(progress, state=state)

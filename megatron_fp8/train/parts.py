@@ -23,6 +23,8 @@ from megatron_fp8.train.health import HealthWatch
 from megatron_fp8.train.node_watch import NodeWatch
 from megatron_fp8.train.norms import NormWatch
 from megatron_fp8.train.profile import StepProfiler
+from megatron_fp8.train.replica_check import ReplicaCheck
+from megatron_fp8.train.slow_ranks import SlowRankWatch
 from megatron_fp8.train.step import BatchShape, Stepper
 from megatron_fp8.train.step_times import StepTimes
 
@@ -43,6 +45,8 @@ class TrainingParts:
     health: HealthWatch
     checkpointer: Checkpointer
     times: StepTimes
+    slow_ranks: SlowRankWatch
+    replicas: ReplicaCheck
     norms: NormWatch
     node: NodeWatch
     profiler: StepProfiler

@@ -22,6 +22,8 @@ from megatron_fp8.train.node_watch import NodeWatch
 from megatron_fp8.train.norms import NormWatch
 from megatron_fp8.train.parts import TrainingParts
 from megatron_fp8.train.profile import StepProfiler
+from megatron_fp8.train.replica_check import ReplicaCheck
+from megatron_fp8.train.slow_ranks import SlowRankWatch, mark_own_work
 from megatron_fp8.train.step import Stepper
 from megatron_fp8.train.step_times import StepTimes
 
@@ -53,6 +55,7 @@ def build_parts(
     times = StepTimes(device)
     optimizer.config.timers = times
     optimizer.config.barrier_with_L1_time = False
+    mark_own_work(chunks, times, groups.tp.size())
     schedule = build_schedule(config, optimizer)
     health = HealthWatch(precision, groups, recorder, config.logging.log_interval)
     places = model_places(chunks, layout, config.model.activation, groups, config.parallel.use_distributed_optimizer)
@@ -79,6 +82,8 @@ def build_parts(
         health=health,
         checkpointer=Checkpointer(config, layout, checkpoints, live, health, recorder),
         times=times,
+        slow_ranks=SlowRankWatch(config, groups, recorder),
+        replicas=ReplicaCheck(config, chunks, groups, precision, recorder),
         norms=norms,
         profiler=StepProfiler(config.profile, profiles, device, times, recorder),
         node=NodeWatch(device, Path(config.run.root)),

@@ -22,7 +22,9 @@ from megatron_fp8.device import Device
 FORWARD_BACKWARD, FORWARD, BACKWARD = "forward-backward", "forward-compute", "backward-compute"
 DATA, GRADIENTS, OPTIMIZER = "batch-generator", "all-grads-sync", "optimizer"
 PARAMETERS, SCALES = "params-all-gather", "fp8-scale-update"
-MEASURED = frozenset({FORWARD_BACKWARD, FORWARD, BACKWARD, DATA, GRADIENTS, OPTIMIZER, PARAMETERS, SCALES})
+# Parts of passes that wait for no other rank, where the passes do.
+OWN_WORK = "own-work"
+MEASURED = frozenset({FORWARD_BACKWARD, FORWARD, BACKWARD, DATA, GRADIENTS, OPTIMIZER, PARAMETERS, SCALES, OWN_WORK})
 
 
 class Event(Protocol):

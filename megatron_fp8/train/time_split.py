@@ -20,7 +20,8 @@ class RankTimes:
     `data`: waiting for batches. `forward`, `backward`: this rank's passes, with the collectives inside them.
     `waiting`: of the pipeline schedule, when none of them runs. `gradients`: reducing gradients, as far as it is not
     hidden behind the backward pass. `optimizer`: its step, `parameters` (their gathering) and
-    `scales` (those of FP8) included. `whole`: all of the step.
+    `scales` (those of FP8) included. `whole`: all of the step. `own`: work that waits for no other rank, as far as it
+    can be told: passes without collectives, else parts of them.
     """
 
     data: float
@@ -32,6 +33,7 @@ class RankTimes:
     parameters: float
     scales: float
     whole: float
+    own: float = 0.0
 
     @classmethod
     def of(cls, seconds: Mapping[str, float], whole: float, num_steps: int) -> RankTimes:
@@ -51,6 +53,7 @@ class RankTimes:
             parameters=each[spans.PARAMETERS],
             scales=each[spans.SCALES],
             whole=whole / num_steps,
+            own=each[spans.OWN_WORK] or passes - each[spans.DATA],
         )
 
     @property

@@ -1,0 +1,58 @@
+"""Owns which rank is slow: one whose own work takes much longer than that of the ranks which do the same, for a while.
+
+In a job whose ranks wait for each other every rank's step is as long as the slowest one's. What tells is the work that
+a rank does by itself. Must not know how it is measured. Imports no torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass(frozen=True)
+class Slowness:
+    """A rank whose work takes `factor` times as long as the median of its peers, `seconds` a step."""
+
+    rank: int
+    what: str
+    seconds: float
+    median_seconds: float
+    factor: float
+
+
+class SlowRanks:
+    """Names ranks that are `factor` times as slow as their peers in each of `num_intervals` intervals in a row.
+
+    Each is named once, and again after it was as fast as its peers.
+    """
+
+    def __init__(self, factor: float, num_intervals: int) -> None:
+        self._factor = factor
+        self._num_intervals = num_intervals
+        self._in_a_row: dict[tuple[int, str], int] = {}
+
+    def add(self, what: str, seconds: Mapping[int, float], beside: Mapping[int, float] | None = None) -> list[Slowness]:
+        """Take an interval of ranks that do the same; whom to name now.
+
+        `seconds`: of this work, by rank. `beside`: of all that a step takes beside this work, if the work is a part
+        that may be next to nothing on others.
+        """
+        named = []
+        for rank, own in seconds.items():
+            others = [value for other, value in seconds.items() if other != rank]
+            if not others:
+                continue
+            usual = median(others)
+            rest = beside[rank] if beside is not None else 0.0
+            factor = (own + rest) / (usual + rest) if usual + rest > 0 else 1.0
+            count = self._in_a_row.get((rank, what), 0) + 1 if factor >= self._factor else 0
+            self._in_a_row[rank, what] = count
+            if count == self._num_intervals:
+                named.append(Slowness(rank, what, own, usual, factor))
+        return named
+
+
+def peers(world_size: int, pipeline_parallel_size: int) -> list[Sequence[int]]:
+    """The ranks of each pipeline stage, which do the same work, in Megatron's order of ranks."""
+    size = world_size // pipeline_parallel_size
+    return [range(stage * size, (stage + 1) * size) for stage in range(pipeline_parallel_size)]
