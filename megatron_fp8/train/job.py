@@ -24,6 +24,7 @@ from megatron_fp8.config.load import process_environment
 from megatron_fp8.config.rundir import create_run_directory
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.start import Start
+from megatron_fp8.faults.lost_rank import explaining_lost_ranks
 from megatron_fp8.parallel.start import init_process_group
 from megatron_fp8.precision.chart.chart import format_chart, precision_chart
 from megatron_fp8.report.code_version import code_version
@@ -85,6 +86,7 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float, quiet
         profiles = everywhere / PROFILES
         parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder, checkpoints, profiles)
         stack.enter_context(watched(parts, run_directory))
+        stack.enter_context(explaining_lost_ranks(parts.heartbeat, config.parallel.distributed_timeout_minutes))
         datasets_from = partial(build_datasets, config, Tokenizer.of(config.data), parts.reads_data)
         datasets = datasets_from(start.position)
         recorder.write("start", _description(config, layout, device, run_directory))
