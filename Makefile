@@ -56,6 +56,16 @@ format: $(VENV_READY) ## format the code and put right what ruff can
 	$(VENV)/bin/ruff check --fix $(LINTED)
 	$(VENV)/bin/ruff format $(LINTED)
 
+.PHONY: image-check
+image-check: $(VENV_READY) ## carry out docker/Dockerfile.cpu in a clean root: self test and three steps (root, mmdebstrap)
+	rm -rf --one-file-system build/image-root
+	$(VENV)/bin/python tools/image_root.py docker/Dockerfile.cpu build/image-root \
+	    --run true \
+	    --run "python /opt/megatron-fp8/tools/prepare_quickstart.py --output data/quickstart" \
+	    --run "torchrun --standalone --nproc-per-node 4 /opt/megatron-fp8/pretrain.py \
+	        /opt/megatron-fp8/configs/quickstart.yaml training.train_iters=3 training.eval_interval=3"
+	rm -rf --one-file-system build/image-root
+
 .PHONY: venv
 venv: $(VENV_READY) ## make the virtual environment
 

@@ -6,8 +6,11 @@ import os
 
 
 def launched() -> tuple[int, int] | None:
-    """(rank, number of ranks) that torchrun gave this process; None without a launcher."""
-    if "RANK" not in os.environ:
+    """(rank, number of ranks) that torchrun gave this process; None without it.
+
+    RANK alone says nothing: Kubernetes' operators number pods by it.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
