@@ -27,11 +27,24 @@ def idle_keys(config: Config) -> Iterator[Idle]:
     elif config.training.full_validation:
         yield ["training.eval_iters"], "training.full_validation is true", "training.full_validation=false"
     yield from _logging(config)
+    yield from _faults(config)
     if config.profile.start is None and config.profile.stop is None:
         keys = [f"profile.{name}" for name in ("ranks", "record_shapes", "profile_memory", "with_stack")]
         yield keys, "profile.start is null", "profile.start and profile.stop"
     if not config.data.data_path:
         yield ["data.split"], "data.data_path is empty", "data.data_path, or leave the key out"
+
+
+def _faults(config: Config) -> Iterator[Idle]:
+    faults = config.faults
+    if faults.nonfinite != "skip":
+        keys = ["faults.nonfinite_max_skips_in_a_row", "faults.nonfinite_max_skips"]
+        yield keys, f"faults.nonfinite is {faults.nonfinite}", "faults.nonfinite=skip"
+    if faults.spike == "off":
+        keys = [key for key in config_fields() if key.startswith("faults.spike_")]
+        yield keys, "faults.spike is off", "faults.spike=warn or faults.spike=rewind"
+    if "rewind" not in (faults.nonfinite, faults.spike):
+        yield ["faults.max_rewinds"], "no policy is rewind", "faults.nonfinite=rewind or faults.spike=rewind"
 
 
 def _logging(config: Config) -> Iterator[Idle]:
@@ -105,9 +118,7 @@ def _optimizer(config: Config) -> Iterator[Idle]:
 def _model(config: Config) -> Iterator[Idle]:
     model = config.model
     reason = f"model.position_embedding_type is {model.position_embedding_type}"
-    if model.position_embedding_type == "rope":
-        yield ["model.max_position_embeddings"], reason, "leave the key out"
-    else:
+    if model.position_embedding_type != "rope":
         yield ["model.rotary_base", "model.rotary_percent"], reason, "leave the key out"
     if model.recompute_granularity == "none":
         reason = "model.recompute_granularity is none"

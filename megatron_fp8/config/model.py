@@ -28,7 +28,8 @@ class ModelConfig(Section):
     seq_length: int = Field(ge=1)
     """Tokens per training sample."""
     max_position_embeddings: int | None = Field(default=None, ge=1)
-    """Rows of the learned position table, in tokens; null: seq_length. Unused with RoPE."""
+    """Rows of the learned position table, in tokens; null: seq_length. With RoPE only what an exported model is said to
+    take."""
     position_embedding_type: Literal["rope", "learned_absolute"] = "rope"
     """How positions reach the model."""
     rotary_base: float = Field(default=10000.0, gt=0)

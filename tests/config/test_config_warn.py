@@ -23,7 +23,8 @@ from megatron_fp8.config.warn import config_warnings, fp8_seconds
         (["optimizer.lr_wsd_decay_iters=5"], ["lr_wsd_decay_iters"]),
         (["optimizer.lr_decay_style=constant", "optimizer.min_lr=1e-4"], ["min_lr"]),
         (["optimizer.lr_warmup_init=1e-4"], ["lr_warmup_init"]),
-        (["model.max_position_embeddings=99"], ["max_position_embeddings"]),
+        # What an exported model says of itself, and an imported one brings.
+        (["model.max_position_embeddings=99"], []),
         (["model.position_embedding_type=learned_absolute", "model.rotary_base=5"], ["rotary_base"]),
         (["model.recompute_num_layers=1"], ["recompute_num_layers"]),
         (["training.eval_iters=0"], ["valid_data_path"]),

@@ -114,6 +114,51 @@ def test_a_run_holds_what_was_planned(case: str) -> None:
         assert observed["at most"] - workspace == pytest.approx(at_most(stage) - workspace, rel=0.05)
 
 
+WIDER = {"hidden_size": 192, "num_attention_heads": 8, "ffn_hidden_size": 512}
+WIDE, WIDE_GPT = LLAMA | WIDER | {"num_query_groups": 4}, GPT | WIDER
+APART = {"fuse_qkv_params": False}
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+SP2 = TP2 | {"sequence_parallel": True}
+MOMENTS = {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}
+WHOLE: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "QKV apart, bf16": (2, WIDE | APART, {"mode": "bf16"}, {}),
+    "QKV apart, bf16, replicated": (2, WIDE | APART, {"mode": "bf16"}, {"use_distributed_optimizer": False}),
+    "QKV apart, fp8, TP": (2, WIDE | APART, FP8, TP2),
+    "QKV apart, fp8, recomputed": (1, WIDE | APART | RECOMPUTE, FP8, {}),
+    "QKV apart, bf16, interleaved": (2, WIDE | APART, {"mode": "bf16"}, VPP2),
+    "QKV apart, GPT tied, fp8, stages": (2, WIDE_GPT | APART, FP8, PP2),
+    "fp16": (2, WIDE, {"mode": "fp16", "initial_loss_scale": 1024.0}, {}),
+    "fp8 moments": (2, WIDE, FP8 | MOMENTS, {}),
+    "fp8 moments and weights": (2, WIDE, PRIMARY | MOMENTS | {"fp8_recipe": "tensorwise"}, {}),
+    "fp8 weights, TP and PP": (4, WIDE, PRIMARY | {"fp8_recipe": "tensorwise"}, TP2 | PP2),
+    "TP and PP interleaved, bf16": (4, WIDE, {"mode": "bf16"}, TP2 | VPP2),
+    "TP and PP interleaved, sequence parallel, fp8": (4, WIDE, FP8, SP2 | VPP2),
+    "PP interleaved and DP, fp8": (4, WIDE, FP8, VPP2),
+    "PP interleaved, fp8, recomputed": (2, WIDE | RECOMPUTE, FP8, VPP2),
+    "PP interleaved, GPT, dropout": (2, WIDE_GPT, {"mode": "bf16"}, VPP2),
+    "PP interleaved, fp32": (2, WIDE, {"mode": "fp32"}, VPP2),
+    "PP interleaved, low formats": (2, WIDE, LOW, VPP2),
+    "PP recomputed, bf16": (2, WIDE | RECOMPUTE, {"mode": "bf16"}, PP2),
+    "TP recomputed, sequence parallel, fp8": (2, WIDE | RECOMPUTE, FP8, SP2),
+    "TP 4, sequence parallel, bf16": (4, WIDE, {"mode": "bf16"}, SP2 | {"tensor_model_parallel_size": 4}),
+    "PP 4, fp8": (4, WIDE, FP8, {"pipeline_model_parallel_size": 4}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WHOLE)
+def test_the_whole_of_what_a_run_holds_was_planned(case: str) -> None:
+    """Activations that stages have sent or received are here, whichever kind they are counted under."""
+    world_size, *sections = WHOLE[case]
+    config = config_of(*sections)
+    gpu = GPUS["cpu"]
+    planned = stage_memories(config, derive_layout(config, world_size, VOCAB_SIZE), gpu)
+    for observed in run_on_ranks(world_size, observe, config):
+        stage = planned[observed["stage"]]
+        size = stage.total - stage.by_kind[WORKING] - gpu.gemm_workspace_bytes
+        assert observed["at most"] - gpu.gemm_workspace_bytes == pytest.approx(size, rel=0.05)
+
+
 def observe_peak(config: Config) -> int:
     return run_small(config, 1, peak_of_step).probe
 
