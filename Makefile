@@ -75,7 +75,7 @@ clean: ## remove environment, quickstart data and caches; runs/ stays
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find megatron_fp8 tests tools -name __pycache__ -prune -exec rm -rf {} +
 
-$(VENV_READY): pyproject.toml constraints.txt tools/make_venv.sh
+$(VENV_READY): pyproject.toml constraints.txt requirements.lock requirements-torch.lock tools/make_venv.sh
 	tools/make_venv.sh $(VENV)
 	touch $@
 

@@ -36,14 +36,33 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 
 install() {
-    "$venv/bin/python" -m pip install --quiet --quiet --no-input --disable-pip-version-check \
-        --constraint constraints.txt "$@"
+    "$venv/bin/python" -m pip install --quiet --quiet --no-input --disable-pip-version-check --no-build-isolation "$@"
 }
-# torch alone and by its exact version: that form takes a CPU wheel where one is offered.
+# Nothing but the files whose SHA-256 the lock has.
+install_locked() { install --require-hashes --no-deps --requirement "$1"; }
+
 torch=$(grep '^torch==' constraints.txt)
-say "installing $torch"
-install setuptools "$torch"
-say "installing the other packages"
-# The build runs with the pinned setuptools, not with whatever is newest.
-install --no-build-isolation --editable '.[dev]'
+if [[ ${UNLOCKED:-} == 1 ]]; then
+    say "UNLOCKED=1: files are taken by their versions, whatever their hashes"
+    install --constraint constraints.txt setuptools "$torch"
+    install --constraint constraints.txt --editable '.[dev]'
+    say "the environment is ready"
+    exit
+fi
+say "installing the packages of requirements.lock, each file by its SHA-256"
+# Packages that come as source are built with the locked setuptools, not with whatever is newest.
+install_locked <(awk '/^[a-z]/ { wanted = /^setuptools==/ } wanted' requirements.lock)
+install_locked requirements.lock
+# By its exact version pip prefers a CPU wheel (2.13.0+cpu) where an index offers one; the lock knows PyPI's files.
+chosen=$(install --dry-run --ignore-installed --no-deps --report - "$torch" | "$venv/bin/python" -c \
+    'import json, sys; print(json.load(sys.stdin)["install"][0]["metadata"]["version"])')
+if [[ torch==$chosen == "$torch" ]]; then
+    say "installing $torch, by its SHA-256"
+    install_locked requirements-torch.lock
+else
+    say "installing torch $chosen by its version alone: it is not from PyPI, and no lock has its hash"
+    install --no-deps "torch==$chosen"
+fi
+# No index: whatever the locks lack is an error, not a download.
+install --no-index --editable '.[dev]'
 say "the environment is ready"

@@ -64,7 +64,8 @@ def checkout(tiny: Tiny, tmp_path: Path) -> Path:
     """What a person has after `make train`, and texts and a tokenizer of their own."""
     for name in ("Makefile", "configs", "megatron_fp8", "pretrain.py", "pyproject.toml", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "constraints.txt").symlink_to(ROOT / "constraints.txt")
+    for name in ("constraints.txt", "requirements.lock", "requirements-torch.lock"):
+        (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(tiny.data, tmp_path / "data" / "quickstart")
     (tmp_path / "data" / "llama").mkdir()
     shutil.copy(tiny.data / "tokenizer.json", tmp_path / "data" / "llama")
