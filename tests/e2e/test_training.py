@@ -45,6 +45,7 @@ SERIES = {
         *("pause-seconds/evaluate", "pause-seconds/save-checkpoint"),
         *("node/0/cpu-percent", "node/0/memory-used-bytes", "node/0/disk-free-bytes"),
     },
+    "slow-rank": {"iteration", "rank", "seconds"},
     "fp8": {"iteration"},
     "norms": {"iteration", "grad-norm/qkv", "grad-norm/layers.1/fc2", "params-norm", "params-norm/layers.0/norms"},
     "validation": {"iteration", "lm loss validation", "lm loss validation ppl", "consumed-tokens"},
@@ -116,7 +117,7 @@ def test_the_written_config_reads_back_equal(finished: Finished) -> None:
 
 def test_every_series_is_documented(finished: Finished) -> None:
     text = (ROOT / "docs" / "dashboards.md").read_text(encoding="utf-8")
-    quoted = " ".join(re.findall(r"`([^`]+)`", text))
+    quoted = " ".join(re.findall(r"`([^`]+)`", re.sub("```.*?```", "", text, flags=re.DOTALL)))
     named = {"seconds-left", "time", *re.findall(r"[a-z0-9-]+", quoted)}
     for record in of_kind(read_metrics(finished.directory), "train"):
         for series in record.keys() - {"event", "iteration"}:
