@@ -30,6 +30,7 @@ from megatron_fp8.config.rules_logging import MODE as WANDB_MODE
 from megatron_fp8.config.rules_logging import login_problem
 from megatron_fp8.config.rundir import reopen_run_directory, resolve_run_directory
 from megatron_fp8.config.schema import Config
+from megatron_fp8.config.secret_texts import secret_problems
 from megatron_fp8.config.start import Resume, Start
 from megatron_fp8.config.summary import describe_world_sizes, summarize
 from megatron_fp8.config.warn import config_warnings
@@ -91,7 +92,8 @@ def parse_command_line(
             speaker.end_with_answer(describe_plan(loaded, world_size))
         login = login_problem(loaded.config, environ, loaded.origins[WANDB_MODE])
         start = partial(choose_start, loaded.config, arguments.resume)
-        command, layout = _check(loaded, world_size, check_data, start, [login] if login else [])
+        of_environment = [*([login] if login else []), *secret_problems(loaded.config, environ, loaded.origins)]
+        command, layout = _check(loaded, world_size, check_data, start, of_environment)
     except (UsageError, ConfigError) as error:
         speaker.end_with_mistake(str(error))
     for warning in config_warnings(LoadedConfig(command.config, command.origins), layout):

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_fp8.config.secret_forms import HIDDEN, hide, is_secret_key
+
 LONGEST_VALUE_SHOWN_CHARS = 120
 
 
@@ -23,9 +25,10 @@ class Problem:
     origin: str = ""
 
     def __str__(self) -> str:
-        """Three lines for a person: key, value and origin; why; what to use."""
+        """Three lines for a person: key, value and origin; why; what to use. Secrets are not repeated."""
         origin = f"  ({self.origin})" if self.origin else ""
-        return f"{self.key} = {show_value(self.value)}{origin}\n    why: {self.reason}\n    use: {self.use_instead}"
+        value = HIDDEN if is_secret_key(self.key) else show_value(self.value)
+        return hide(f"{self.key} = {value}{origin}\n    why: {self.reason}\n    use: {self.use_instead}")
 
 
 class BadInputError(Exception):

@@ -7,10 +7,12 @@ the numbers come from. Imports no torch.
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from megatron_fp8.config.secret_forms import without_secrets
 
 Value = float | int | str | bool | None
 
@@ -27,14 +29,18 @@ class Sink(Protocol):
 
 
 class Recorder:
-    """Hands each record to every sink; without sinks (every rank but one) it does nothing."""
+    """Hands each record to every sink; without sinks (every rank but one) it does nothing.
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    `secrets`: texts that no record may hold, beside what looks like a password or a key.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], secrets: Collection[str] = ()) -> None:
         self._sinks = list(sinks)
+        self._secrets = secrets
 
     def write(self, event: str, values: Mapping[str, Value]) -> None:
         """Record `values` under the kind `event`."""
-        record = {"event": event, **values, "time": round(time.time(), 3)}
+        record = {"event": event, **without_secrets(values, self._secrets), "time": round(time.time(), 3)}
         for sink in self._sinks:
             sink.write(record)
 

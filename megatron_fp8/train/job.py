@@ -23,6 +23,7 @@ from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.load import process_environment
 from megatron_fp8.config.rundir import create_run_directory
 from megatron_fp8.config.schema import Config
+from megatron_fp8.config.secret_texts import secret_values
 from megatron_fp8.config.start import Start
 from megatron_fp8.faults.lost_rank import explaining_lost_ranks
 from megatron_fp8.parallel.start import init_process_group
@@ -126,7 +127,7 @@ def _open_run(config: Config, start: Start, quiet: bool) -> tuple[Path | None, R
         goes_on_from = iteration
     (run_directory / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     sinks = _sinks(config, run_directory, quiet, goes_on_from)
-    return run_directory, Recorder(sinks)
+    return run_directory, Recorder(sinks, secret_values(process_environment()))
 
 
 def _sinks(config: Config, run_directory: Path, quiet: bool, goes_on_from: int | None) -> list[Sink]:
