@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_fp8.report.events import MEASUREMENTS
 from megatron_fp8.report.html.read import RunError, read_config, records
 from megatron_fp8.report.record import METRICS, BrokenLine
 
 # What happens at a step. The others say when a job started, waited or saved.
-EVENTS = ("train", "validation", "norms", "fp8", "fp8-check", "fp8-fallback")
+EVENTS = MEASUREMENTS | {"fp8-fallback", "spike", "skip"}
 TIME_LIKE = re.compile(
     r".*(seconds|(^|-)time([-/ ]|$)|per-second|data-wait|throughput|mfu|memory|bubble|slowest-rank).*|node/.*",
     re.IGNORECASE,

@@ -132,6 +132,19 @@ def test_what_differs_is_named(
     assert f"different from iteration {iteration} on" in ended.output
 
 
+def test_what_a_run_did_about_a_step_counts(tmp_path: Path, compare: Compare) -> None:
+    spike = {"event": "spike", "iteration": 20, "lm loss": 9.0, "limit": 5.0, "reason": "9 > 5"}
+    slow = {"event": "slow-rank", "iteration": 20, "rank": 3}
+    made = records()
+    place = next(index for index, record in enumerate(made) if record.get("iteration") == 20)
+    a = write(tmp_path / "a", made)
+    b = write(tmp_path / "b", [*made[:place], slow, spike, *made[place:]])
+    ended = compare(a, b)
+    assert ended.code == 1, ended
+    assert "series that only B has on record: 3, the first at iteration 20: spike: lm loss" in ended.output
+    assert "slow-rank" not in ended.output
+
+
 def test_a_sign_of_zero_is_a_difference_bit_for_bit(tmp_path: Path, compare: Compare) -> None:
     a = write(tmp_path / "a", changed(records(), "train", 3, "lm loss", 0.0))
     b = write(tmp_path / "b", changed(records(), "train", 3, "lm loss", -0.0))
