@@ -25,5 +25,5 @@ def test_both_subjects_encode_the_text(tmp_path: Path, monkeypatch: pytest.Monke
     assert read_index(tmp_path / "out_text_document").lengths_tokens.tolist() == [
         len(tokenizer.encode(part)) + 1 for part in paragraphs
     ]
-    assert len(said) == 2
+    assert len(said) == 3
     assert encoding_rate.encoding_table(rates).row_count == 2

@@ -1,7 +1,8 @@
 """One subject of the encoding benchmark, as a program: our preprocessing, or the `tokenizers` library alone.
 
-`python -m megatron_fp8.bench.encoding_run ours|library TOKENIZER JSONL OUTPUT_PREFIX PROCESSES`. The library alone does
-nothing but `encode_batch`: texts are divided and read before, and what comes out is thrown away.
+`python -m megatron_fp8.bench.encoding_run ours|METHOD TOKENIZER JSONL OUTPUT_PREFIX PROCESSES`. The library alone does
+nothing but `METHOD`, `encode_batch` or `encode_batch_fast`: texts are divided and read before, and what comes out is
+thrown away.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ def main(arguments: list[str]) -> None:
         return
     context = multiprocessing.get_context("spawn")
     shares = range(int(num_processes))
-    others = [context.Process(target=encode_share, args=(tokenizer, texts, share, len(shares))) for share in shares[1:]]
+    arguments_of = [(subject, tokenizer, texts, share, len(shares)) for share in shares]
+    others = [context.Process(target=encode_share, args=of_share) for of_share in arguments_of[1:]]
     for process in others:
         process.start()
-    encode_share(tokenizer, texts, 0, len(shares))
+    encode_share(*arguments_of[0])
     for process in others:
         process.join()
         if process.exitcode != 0:
@@ -41,7 +43,7 @@ def _ours(tokenizer: str, texts: str, output_prefix: str, num_processes: int) ->
     preprocess(find_inputs([texts], "auto", settings.keys), output_prefix, settings, Pace(num_processes))
 
 
-def encode_share(tokenizer: str, path: str, share: int, num_shares: int) -> None:
+def encode_share(method: str, tokenizer: str, path: str, share: int, num_shares: int) -> None:
     """Encode every `num_shares`-th batch of about a MiB, from number `share` on."""
     import tokenizers
 
@@ -54,9 +56,9 @@ def encode_share(tokenizer: str, path: str, share: int, num_shares: int) -> None
                 size_bytes = 0
             size_bytes += len(line)
             batches[-1].append(json.loads(line)["text"] if (len(batches) - 1) % num_shares == share else "")
-    library = tokenizers.Tokenizer.from_file(tokenizer)
+    encode = getattr(tokenizers.Tokenizer.from_file(tokenizer), method)
     for batch in batches[share::num_shares]:
-        library.encode_batch(batch, add_special_tokens=False)
+        encode(batch, add_special_tokens=False)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_fp8.data.encode import BrokenLineError, EncodedBlock, Settings
 from megatron_fp8.data.growing_file import (
@@ -23,7 +24,7 @@ from megatron_fp8.data.progress_file import Progress, ProgressFile, describe_wor
 from megatron_fp8.data.sources.block import BLOCK_BYTES, Position
 from megatron_fp8.data.sources.files import InputFile
 from megatron_fp8.data.sources.reading import read_blocks
-from megatron_fp8.data.token_file import token_dtype
+from megatron_fp8.data.token_file import bin_path, idx_path, token_dtype
 from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.data.worker_pool import encode_blocks
 
@@ -70,6 +71,22 @@ class Totals:
 def output_prefix_of(output_prefix: str, key: str) -> str:
     """Prefix of the token file of one key, as Megatron's own tool names it."""
     return f"{output_prefix}_{key}_document"
+
+
+def files_to_replace(
+    files: Sequence[InputFile], output_prefix: str, settings: Settings, block_bytes: int = BLOCK_BYTES
+) -> list[Path]:
+    """Token files that are there already, but those that a killed process of the same work had finished.
+
+    Raises TokenizerError.
+    """
+    prefixes = [output_prefix_of(output_prefix, key) for key in settings.keys]
+    found = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
+    if not found:
+        return []
+    work = describe_work(files, settings, settings.tokenizer.load(), block_bytes)
+    progress = ProgressFile(output_prefix, work).read()
+    return found if progress is None or not progress.all_read else []
 
 
 def preprocess(

@@ -37,7 +37,7 @@ def merge(prefixes: Sequence[str], output: str, overwrite: bool = False, on_byte
     Files of different dtypes become the widest of them. `on_bytes` gets the number of input bytes of each part that was
     copied. Raises RearrangeError, or TokenFileError for a broken index; then nothing is written.
     """
-    indices = [_whole_index(prefix) for prefix in prefixes]
+    indices = _whole_indices(prefixes)
     _check_output(output, prefixes, overwrite)
     # The smallest that holds every id of both, which for uint16 and int32 is int32.
     dtype = np.result_type(*(index.dtype for index in indices)).newbyteorder("<")
@@ -61,6 +61,21 @@ def divide(
         with TokenFileWriter(share.prefix, dtype=index.dtype) as writer:
             _copy(prefix, index, share.documents, writer, on_bytes)
     return [read_index(share.prefix) for share in shares]
+
+
+def _whole_indices(prefixes: Sequence[str]) -> list[TokenIndex]:
+    """Those of all pairs; all that is wrong with them is said at once."""
+    indices, wrong = [], []
+    for prefix in prefixes:
+        try:
+            indices.append(_whole_index(prefix))
+        except BadInputError as error:
+            wrong.append(error)
+    if len(wrong) == 1:
+        raise wrong[0]
+    if wrong:
+        raise RearrangeError("\n".join(map(str, wrong)))
+    return indices
 
 
 def _whole_index(prefix: str) -> TokenIndex:

@@ -238,3 +238,15 @@ def test_the_tool_needs_no_torch(prefix: str, tokenizer: Tokenizer, tmp_path: Pa
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_all_that_is_missing_is_named_at_once(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    absent = [str(tmp_path / name) for name in ("absent", "gone")]
+    commands = (["inspect", prefix, *absent], ["verify", prefix, *absent], ["merge", prefix, *absent])
+    for command in commands:
+        output = ["--output-prefix", str(tmp_path / "out")] if command[0] == "merge" else []
+        assert main([*command, *output]) == 2
+        printed = capsys.readouterr()
+        assert all(name in printed.err for name in absent), command
+        assert ("documents" in printed.out) == (command[0] == "inspect")
+    assert not list(tmp_path.glob("out*"))

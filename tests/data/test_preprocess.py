@@ -12,6 +12,7 @@ import pytest
 from token_file_reference import decode_token_file
 
 from megatron_fp8.data.encode import BrokenLineError, Settings, TokenizerFile, encode_documents
+from megatron_fp8.data.growing_file import finish
 from megatron_fp8.data.preprocess import NoTextError, Pace, Totals, preprocess
 from megatron_fp8.data.sources.files import find_inputs
 from megatron_fp8.data.tokenizer import Tokenizer
@@ -184,10 +185,111 @@ def test_the_tool_writes_and_sums_up(
     assert len(decode_token_file(tmp_path / "out_text_document")) == 2
     printed = capsys.readouterr().out
     assert "--append-eod" not in printed
-    assert tool.main([*arguments, "--skip-broken-lines"]) == 0
+    assert tool.main([*arguments, "--skip-broken-lines", "--overwrite"]) == 0
     assert "note: nothing marks where a document ends" in capsys.readouterr().out
     for part in ("documents 2", "longest document", "empty documents 1", "broken lines 1", "line 2: a JSON list"):
         assert part in printed
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What the program prints when it ends with code 2 before any work."""
+    with pytest.raises(SystemExit) as caught:
+        load_tool("preprocess_data").main(arguments)
+    assert caught.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_finished_files_are_replaced_only_when_asked(
+    tokenizer: Tokenizer,
+    write_jsonl: WriteJsonl,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, prefix = write_jsonl([{"a": "one", "b": "two"}]), tmp_path / "out"
+    arguments = ["--input", str(path), "--output-prefix", str(prefix), "--tokenizer-model", tokenizer.path]
+    arguments += ["--json-keys", "a", "b"]
+    tool = load_tool("preprocess_data")
+    finished: list[str] = []
+
+    def stop(prefix: str, dtype: object) -> None:
+        # As if it were killed between the two pairs of the end.
+        if finished:
+            raise KeyboardInterrupt
+        finished.append(prefix)
+        finish(prefix, dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_fp8.data.preprocess.finish", stop)
+        assert tool.main(arguments) == 130
+    assert (tmp_path / "out_a_document.idx").exists()
+    assert not (tmp_path / "out_b_document.idx").exists()
+    # Other work would replace the first; the same work goes on.
+    assert f"{prefix}_a_document.bin" in refusal([*arguments, "--append-eod"], capsys)
+    assert tool.main(arguments) == 0
+    printed = refusal(arguments, capsys)
+    assert f"{prefix}_a_document.bin, {prefix}_a_document.idx, {prefix}_b_document.bin" in printed
+    assert "--overwrite" in printed
+    path.write_text('{"a": "three", "b": "four"}\n')
+    assert decode_token_file(tmp_path / "out_a_document") == [tokenizer.encode("one")]
+    assert tool.main([*arguments, "--overwrite"]) == 0
+    assert decode_token_file(tmp_path / "out_a_document") == [tokenizer.encode("three")]
+
+
+def test_gpt2s_two_files_become_a_tokenizer(
+    tokenizer: Tokenizer, write_jsonl: WriteJsonl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = json.loads(Path(tokenizer.path).read_text(encoding="utf-8"))["model"]
+    (tmp_path / "gpt2-vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
+    merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in model["merges"]]
+    (tmp_path / "gpt2-merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n", encoding="utf-8")
+    path, prefix = write_jsonl([{"text": text} for text in texts(9)]), tmp_path / "out"
+    arguments = ["--input", str(path), "--output-prefix", str(prefix), "--tokenizer-type", "GPT2BPETokenizer"]
+    vocabulary = ["--vocab-file", str(tmp_path / "gpt2-vocab.json")]
+    assert "name both" in refusal(arguments, capsys)
+    assert "name both" in refusal([*arguments, *vocabulary], capsys)
+    arguments += [*vocabulary, "--merge-file", str(tmp_path / "gpt2-merges.txt")]
+    assert load_tool("preprocess_data").main(arguments) == 0
+    assert f"{prefix}_tokenizer.json now" in capsys.readouterr().out
+    assert decode_token_file(tmp_path / "out_text_document") == [tokenizer.encode(text) for text in texts(9)]
+    assert Tokenizer.load(f"{prefix}_tokenizer.json").eod_id == tokenizer.eod_id
+    assert load_tool("preprocess_data").main([*arguments, "--overwrite"]) == 0
+    other = [*arguments, "--overwrite", "--tokenizer-model", tokenizer.path]
+    Path(tokenizer.path).with_name("own.json").write_text("{}")
+    assert "exists and is not the tokenizer of" in refusal(
+        [*other[:-1], str(Path(tokenizer.path).with_name("own.json"))], capsys
+    )
+    alone = ["--input", str(path), "--output-prefix", str(tmp_path / "alone"), "--tokenizer-model", vocabulary[1]]
+    assert "--vocab-file and --merge-file make" in refusal(alone, capsys)
+
+
+def test_megatrons_json_of_ranks_is_refused_with_what_to_use(
+    write_jsonl: WriteJsonl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = tmp_path / "multiMixV8.json"
+    ranks.write_text(json.dumps([{"rank": 0, "token_bytes": "AA==", "token_str": ""}]))
+    arguments = ["--input", str(write_jsonl([{"text": "a"}])), "--output-prefix", str(tmp_path / "out")]
+    printed = refusal([*arguments, "--tokenizer-model", str(ranks)], capsys)
+    assert "Megatron-LM's TikTokenizer" in printed
+    assert ".tiktoken" in printed
+
+
+@pytest.mark.parametrize(("name", "module"), [("preprocess_data", "preprocess_command"), ("data", "look_command")])
+def test_an_interrupt_while_modules_are_loaded_is_told_in_a_line(
+    name: str, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name == f"megatron_fp8.data.{module}":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, f"megatron_fp8.data.{module}", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert load_tool(name).main(["--help"]) == 130
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("interrupted")
+    assert printed.err.count("\n") == 1
 
 
 def test_a_tokenizer_is_trained_on_the_inputs_and_then_used(

@@ -32,8 +32,7 @@ class HuggingFace:
             self._backend = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library raises a bare Exception for every kind of damage
             raise TokenizerError(
-                f"{path} is not a tokenizer.json of the tokenizers library: {error}",
-                "name a whole file of that format (a Hugging Face fast tokenizer has one)",
+                f"{path} is not a tokenizer.json of the tokenizers library: {error}", _use_instead_of(path)
             ) from error
         # Its special tokens inside a text are text like any other.
         self._backend.encode_special_tokens = True
@@ -75,6 +74,25 @@ class HuggingFace:
 
     def _special(self) -> list[str]:
         return sorted(token.content for token in self._backend.get_added_tokens_decoder().values())
+
+
+def _use_instead_of(path: Path) -> str:
+    """What to name where a file is another JSON, perhaps one of those that Megatron-LM's tokenizers read."""
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        content = None
+    if isinstance(content, list) and content and isinstance(content[0], dict) and "token_bytes" in content[0]:
+        return (
+            "it is a JSON of ranks as Megatron-LM's TikTokenizer reads it, whose ids follow special tokens: name the "
+            "file of ranks (.tiktoken) or the tokenizer.json of the same model"
+        )
+    if isinstance(content, dict) and content and all(isinstance(number, int) for number in content.values()):
+        return (
+            "it is a vocabulary without merges: tools/preprocess_data.py --vocab-file and --merge-file make a "
+            "tokenizer.json of the two"
+        )
+    return "name a whole file of that format (a Hugging Face fast tokenizer has one)"
 
 
 def _eod_token(path: Path, vocabulary: dict[str, int], asked: str | None, special: list[str]) -> str:
