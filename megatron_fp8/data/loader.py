@@ -10,7 +10,6 @@ second hop for every byte.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -105,7 +104,6 @@ class BatchLoader:
         self._drawn_steps = 0
         self._queues: list[deque[MicroBatch]] = []
         self._taken: list[int] = []
-        self._wait_seconds = 0.0
         self._ahead: deque[Future[_HostStep]] = deque()
         self._next_to_read = consumed_samples
         self._pool = (
@@ -138,11 +136,6 @@ class BatchLoader:
         steps = min(self._taken, default=0) // self._sampler.num_micro_batches
         return self._start + steps * self._sampler.global_batch_size
 
-    @property
-    def wait_seconds(self) -> float:
-        """Seconds, since the start, that drawing has waited for reading, copying and the other ranks."""
-        return self._wait_seconds
-
     def iterators(self, num_chunks: int = 1) -> list[Iterator[MicroBatch]]:
         """One iterator per model chunk of this rank (interleaved pipelines have several), for the whole run.
 
@@ -169,9 +162,7 @@ class BatchLoader:
         step_start = self._start + self._drawn_steps * self._sampler.global_batch_size
         if step_start + self._sampler.global_batch_size > self._num_samples:
             return False
-        started = time.perf_counter()
         micro_batches = self._receive(step_start) if self._needs_data else self._absent()
-        self._wait_seconds += time.perf_counter() - started
         self._drawn_steps += 1
         for queue in self._queues:
             queue.extend(micro_batches)

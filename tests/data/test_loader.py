@@ -151,16 +151,6 @@ def test_an_exception_in_reading_reaches_the_loop_with_its_traceback(num_workers
     assert (frames[-1].name, frames[-1].filename) == ("__getitem__", __file__)
 
 
-def test_waiting_is_measured() -> None:
-    with make_loader(NumberedSamples(), BatchSampler(2, 8)) as loader:
-        (iterator,) = loader.iterators()
-        assert loader.wait_seconds == 0
-        next(iterator)
-        first = loader.wait_seconds
-        next(iterator)
-        assert loader.wait_seconds == first > 0
-
-
 def read_in_two_by_two() -> tuple[list[list[int]], list[int]]:
     """TP2 x DP2 in Megatron's order (tensor-parallel ranks are neighbours): batches seen, samples read."""
     groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
