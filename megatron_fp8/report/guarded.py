@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from megatron_fp8.report.opening import StillOpeningError
 from megatron_fp8.report.record import (
     BrokenLine,
     BrokenLines,
@@ -79,12 +80,12 @@ class Guarded:
 
     def catch_up(self) -> None:
         """Open the sink without a new record, so that it gets what it lacks of the record there is."""
-        self._deliver()
+        self._deliver_at_last()
 
     def close(self) -> None:
         """Hand on what still waits, in one more attempt, and close the sink."""
         if self._waiting:
-            self._deliver()
+            self._deliver_at_last()
         missing = len(self._waiting) + self._lost
         if missing:
             self._say(f"{self._name}: {missing} records are missing there; {self._advice}")
@@ -94,7 +95,14 @@ class Guarded:
             except Exception as error:  # noqa: BLE001 - whatever it is, the training was done
                 self._say(f"{self._name} could not be closed: {_text(error)}; {self._advice}")
 
-    def _deliver(self) -> None:
+    def _deliver_at_last(self) -> None:
+        opening = self._deliver()
+        if opening is not None:
+            opening.wait()
+            self._deliver()
+
+    def _deliver(self) -> StillOpeningError | None:
+        """Hand on what waits, unless the sink is still being opened, for which then can be waited."""
         try:
             if self._sink is None:
                 self._sink, newest = self._open_sink(self._complete)
@@ -104,12 +112,15 @@ class Guarded:
                 self._sink.write(self._waiting[0])
                 # Other records of the same iteration may be still to come.
                 self._complete = max(self._complete, iteration_of(self._waiting.popleft(), 0) - 1)
+        except StillOpeningError as opening:
+            return opening
         except Exception as error:  # noqa: BLE001 - whatever it is, training must go on
             self._failed(error)
         else:
             if self._failures:
                 self._say(f"{self._name} works again" + (f", without {self._lost} records" if self._lost else ""))
             self._failures = 0
+        return None
 
     def _hand_over(self, sink: Sink, path: Path, newest: int) -> None:
         # The record is written first, unless its disk is full: what waits is in it.

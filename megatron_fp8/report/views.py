@@ -11,6 +11,7 @@ import yaml
 from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.schema import Config
 from megatron_fp8.report.guarded import Guarded, OpenSink, Say, say_on_stderr
+from megatron_fp8.report.opening import OpenInThread
 from megatron_fp8.report.record import METRICS, JsonLines, Sink
 
 
@@ -28,6 +29,9 @@ def sinks_of_run(config: Config, run_directory: Path, console: Callable[[], Sink
         sinks.append(Guarded("TensorBoard", opens, f"{again} --tensorboard makes it anew", record, kept))
     if config.logging.wandb_project is not None and config.logging.wandb_mode != "disabled":
         opens = opens_wandb(config, run_directory)
+        if config.logging.wandb_mode == "online":
+            # Its server may take long to answer, or never answer.
+            opens = OpenInThread(opens)
         sinks.append(Guarded("wandb", opens, f"{again} --wandb makes it anew", record, kept))
     return sinks
 

@@ -35,7 +35,7 @@ from megatron_fp8.report.series import series_of
 ID_FILE = "wandb_id.txt"
 # As wandb's server takes them.
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
-# Training waits for the server's answer, and again at each new attempt.
+# A thread waits for the server's answer, and again at each new attempt; the end of a run waits with it.
 _MOST_SECONDS_TO_START = 30.0
 # The run is over; what was not uploaded by then can be, later.
 _MOST_SECONDS_TO_FINISH = 300.0
