@@ -13,6 +13,7 @@ from megatron_fp8.config.facts import WORLD_SIZE, Facts, Finding, divisors, to_p
 from megatron_fp8.config.load import LoadedConfig
 from megatron_fp8.config.problem import Problem
 from megatron_fp8.config.rules_data import check_data_keys, check_length
+from megatron_fp8.config.rules_faults import check_faults
 from megatron_fp8.config.rules_hang import check_hang
 from megatron_fp8.config.rules_logging import check_logging
 from megatron_fp8.config.rules_model import check_model
@@ -48,6 +49,7 @@ def all_findings(facts: Facts) -> Iterator[Finding]:
     yield from check_length(facts)
     yield from check_logging(facts)
     yield from check_hang(facts)
+    yield from check_faults(facts)
     yield from check_profile(facts)
     yield from check_environment(facts)
 
