@@ -6,6 +6,8 @@ rank's loss. The loop, the way back and the checkpoints are the product's.
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -73,6 +75,26 @@ class LearnableSamples:
         if index in self.poisoned:
             return Samples(self.seq_length)[index]
         tokens = (torch.arange(self.seq_length + 1) + 7 * index) % 16
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "loss_mask": torch.ones(self.seq_length),
+            "position_ids": torch.arange(self.seq_length),
+        }
+
+
+@dataclass(frozen=True)
+class TextSamples:
+    """Stretches of the source of a module, a token a byte."""
+
+    seq_length: int
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import torch
+
+        text = torch.tensor(list(inspect.getsource(argparse).encode("ascii", "ignore")))
+        start = 997 * index % (len(text) - self.seq_length - 1)
+        tokens = text[start : start + self.seq_length + 1]
         return {
             "tokens": tokens[:-1],
             "labels": tokens[1:],
