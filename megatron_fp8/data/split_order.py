@@ -89,7 +89,8 @@ def _load_file(directory: Path, name: str) -> Order | None:
 
 def _load(path: Path) -> NDArray:
     try:
-        array: NDArray = np.load(path, mmap_mode="r")
+        # Not `np.load`, which takes archives too.
+        array: NDArray = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError) as error:
         raise BadInputError(
             f"{path} cannot be read: {error}. Remove the directory {path.parent}: it is built again at the next start"
