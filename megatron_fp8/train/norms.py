@@ -8,7 +8,7 @@ makes norms of it. Must not know optimizers or when it is time to record.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +75,8 @@ class NormWatch:
         self._groups = [Group(kind, layer) for layer in range(num_layers) for kind in _OF_A_LAYER]
         self._groups += [Group(kind, None) for kind in _OUTSIDE]
         self._index = {group: index for index, group in enumerate(self._groups)}
-        self._gradient_squares: Tensor | None = None
+        # Norms of `_parts`.
+        self._gradients: Tensor | None = None
 
     def before_update(self, iteration: int) -> Callable[[], None] | None:
         """What is to be called in the step that ends with `iteration` steps done, between gradients and update."""
@@ -86,15 +87,14 @@ class NormWatch:
 
         Of a step that changed nothing, because of its gradients, there is nothing to say.
         """
-        gradients, self._gradient_squares = self._gradient_squares, None
+        gradients, self._gradients = self._gradients, None
         if gradients is None or not updated:
             return
         parts = list(self._parts())
-        weights = self._squares(parts, (part.read(MASTER) for part in parts))
-        elements = torch.zeros_like(weights)
-        for part in parts:
-            elements[self._index_of(part)] += part.stop - part.start
-        sums = torch.stack([gradients, weights, elements])
+        weights = self._norms(part.read(MASTER) for part in parts)
+        squares = (self._by_group(parts, [norm**2 for norm in norms.tolist()]) for norms in (gradients, weights))
+        elements = self._by_group(parts, [part.stop - part.start for part in parts])
+        sums = torch.tensor([*squares, elements], dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(sums)
         grad_squares, weight_squares, counts = sums.tolist()
         exists = [count > 0 for count in counts]
@@ -110,10 +110,9 @@ class NormWatch:
 
     @torch.no_grad()
     def _measure_gradients(self) -> None:
-        parts = list(self._parts())
-        squares = self._squares(parts, (_gradient(part) for part in parts))
         # They still hold the loss scale.
-        self._gradient_squares = squares / self._optimizer.get_loss_scale().to(squares) ** 2
+        scale = self._optimizer.get_loss_scale().to(self._device)
+        self._gradients = self._norms(_gradient(part) for part in self._parts()) / scale
 
     def _parts(self) -> Iterator[StatePart]:
         """What this rank is to count: no copies of what another rank counts."""
@@ -121,23 +120,21 @@ class NormWatch:
             if not any(self._places.replica(part.parameter)):
                 yield part
 
-    def _index_of(self, part: StatePart) -> int:
-        return self._index[Group.of(self._places.names[part.parameter])]
+    def _norms(self, tensors: Iterable[Tensor]) -> Tensor:
+        """The L2 norm of each of `tensors`, FP32, as Megatron computes the global one; nobody waits for the device.
 
-    def _squares(self, parts: Iterable[StatePart], values: Iterable[Tensor]) -> Tensor:
-        """Sums of squares by group, FP64, of each part's `values`; without waiting for the device."""
-        squares = torch.zeros(len(self._groups), dtype=torch.float64, device=self._device)
-        by_dtype: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
-        for part, tensor in zip(parts, values, strict=True):
-            indices, tensors = by_dtype.setdefault(tensor.dtype, ([], []))
-            indices.append(self._index_of(part))
-            tensors.append(tensor)
-        for indices, tensors in by_dtype.values():
-            overflow = torch.zeros(1, dtype=torch.int, device=squares.device)
-            # As Megatron computes the global norm.
-            _, norms = multi_tensor_applier(multi_tensor_l2norm, overflow, [tensors], True)
-            squares.index_add_(0, torch.tensor(indices, device=squares.device), norms.double() ** 2)
-        return squares
+        One after the other: masters that are kept in a smaller format exist in FP32 one at a time.
+        """
+        overflow = torch.zeros(1, dtype=torch.int, device=self._device)
+        norms = [multi_tensor_applier(multi_tensor_l2norm, overflow, [[tensor]], False)[0] for tensor in tensors]
+        return torch.cat([torch.zeros(0, device=self._device), *norms])
+
+    def _by_group(self, parts: Sequence[StatePart], values: Sequence[float]) -> list[float]:
+        """Sums of the parts' `values`. On the host, where they are always added in the same order."""
+        sums = [0.0] * len(self._groups)
+        for part, value in zip(parts, values, strict=True):
+            sums[self._index[Group.of(self._places.names[part.parameter])]] += value
+        return sums
 
     def _series(self, name: str, squares: list[float], exists: list[bool]) -> dict[str, Value]:
         """Norms by kind over the whole model, and by layer and kind."""
