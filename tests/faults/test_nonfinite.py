@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,14 @@ def require_left_out(world_size: int, sections: Sections, fault: Fault) -> list[
     without = run_on_ranks(world_size, train_on_this_rank, shorter, None, None, hole)
     for one, other in zip(skipping, without, strict=True):
         assert one.error == other.error == ""
-        different = [name for name in other.state if one.state[name] != other.state[name]]
-        # What FP16's loss scale counts are gradients that did not overflow, which those of the bad step did not either.
-        assert [name for name in different if "growth_tracker" not in name] == []
+        assert [name for name in other.state if comparable(one.state[name]) != comparable(other.state[name])] == []
         assert one.state.keys() == other.state.keys()
     return skipping
+
+
+def comparable(value: str) -> str:
+    """A state without what FP16 counts: steps whose gradients did not overflow, even where the loss was bad."""
+    return re.sub(r"'growth_tracker': \d+", "", value)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,9 @@ def test_a_skipped_step_leaves_no_trace(case: str) -> None:
     if fault.where == "loss":
         assert "the loss of its samples" in skip["reason"]
     else:
-        assert fault.parameter in skip["reason"]
+        # By the whole model's name: with two stages of a layer each, the second one's is layer 1.
+        layer = 1 if "pp 1" in skip["reason"] else 0
+        assert fault.parameter.replace("layers.0", f"layers.{layer}") in skip["reason"]
 
 
 def test_the_counts_of_a_run_that_skips(tmp_path: Path) -> None:

@@ -92,9 +92,9 @@ class TextSamples:
     def __getitem__(self, index: int) -> dict[str, Any]:
         import torch
 
-        text = torch.tensor(list(inspect.getsource(argparse).encode("ascii", "ignore")))
+        text = torch.frombuffer(bytearray(inspect.getsource(argparse).encode("ascii", "ignore")), dtype=torch.uint8)
         start = 997 * index % (len(text) - self.seq_length - 1)
-        tokens = text[start : start + self.seq_length + 1]
+        tokens = text[start : start + self.seq_length + 1].long()
         return {
             "tokens": tokens[:-1],
             "labels": tokens[1:],
