@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_fp8.report.layer_maps import layer_maps
 from megatron_fp8.train.norms import Group
 from tests.checkpoint.training import checkpoint_config, train_on_this_rank
 from tests.ranks import run_on_ranks
@@ -182,3 +183,8 @@ def test_when_norms_are_recorded() -> None:
 def test_a_parameter_of_no_known_kind_is_refused() -> None:
     with pytest.raises(KeyError, match="router"):
         Group.of("layers.3.router.weight")
+
+
+def test_layers_lie_side_by_side_in_a_map() -> None:
+    values = {"grad-norm/layers.1/qkv": 2.0, "params-norm/layers.0/qkv": 3.0, "grad-norm/qkv": 9.0}
+    assert layer_maps(values, 2) == {"norm map/qkv/grad-norm": [0.0, 2.0], "norm map/qkv/params-norm": [3.0, 0.0]}
