@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from megatron_fp8.config.load import load_config
 from megatron_fp8.planner.gpus import GPUS
 from megatron_fp8.planner.memory import stage_memories
 from megatron_fp8.planner.schedule import bubble_share
-from tests.e2e.launch import ROOT, Ended, pretrain, torchrun
+from tests.e2e.launch import PRETRAIN, ROOT, pretrain, run
 
 H100 = GPUS["h100-80g"]
 MOST_SHARE_OF_MEMORY = 0.8
@@ -117,9 +118,8 @@ def test_a_small_model_trains_under_all_its_other_keys(ready: Ready, tmp_path: P
     stages = 2 if config.parallel.pipeline_model_parallel_size > 1 else 1
     chunks = config.parallel.virtual_pipeline_model_parallel_size
     groups = "null" if config.model.num_query_groups is None else "2"
-    ended: Ended = torchrun(
-        4,
-        ready.path,
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", PRETRAIN]
+    overrides = [
         *(f"model.{name}" for name in ("hidden_size=64", "num_attention_heads=4", "ffn_hidden_size=128")),
         *(f"model.{name}" for name in ("seq_length=32", f"num_layers={stages * (chunks or 2)}")),
         *(f"model.{name}" for name in (f"num_query_groups={groups}", "vocab_size=null")),
@@ -128,7 +128,7 @@ def test_a_small_model_trains_under_all_its_other_keys(ready: Ready, tmp_path: P
         *(f"training.{name}" for name in ("global_batch_size=8", "train_iters=3", "eval_iters=1")),
         "optimizer.lr_warmup_iters=1",
         "logging.log_interval=1",
-        cwd=tmp_path,
-    )
+    ]
+    ended = run([*launcher, ready.path, *overrides], tmp_path, timeout_seconds=540)
     assert ended.code == 0, ended.output
     assert "finished 3 iterations" in ended.stdout
