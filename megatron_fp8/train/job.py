@@ -26,6 +26,7 @@ from megatron_fp8.config.schema import Config
 from megatron_fp8.config.secret_texts import secret_values
 from megatron_fp8.config.start import Start
 from megatron_fp8.faults.lost_rank import explaining_lost_ranks
+from megatron_fp8.faults.run_lock import locked_run
 from megatron_fp8.parallel.start import init_process_group
 from megatron_fp8.precision.chart.chart import format_chart, precision_chart
 from megatron_fp8.report.code_version import code_version
@@ -76,7 +77,7 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float, quiet
     layout = derive_layout(config, torch.distributed.get_world_size(), vocab_size)
     start, notes = whole_start(start, config)
     with ExitStack() as stack:
-        run_directory, recorder = _open_run(config, start, quiet)
+        run_directory, recorder = _open_run(config, start, quiet, stack)
         if run_directory is not None:
             # When the record is closed, whatever ended the run.
             stack.callback(report_at_end, run_directory)
@@ -109,7 +110,7 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float, quiet
     )
 
 
-def _open_run(config: Config, start: Start, quiet: bool) -> tuple[Path | None, Recorder]:
+def _open_run(config: Config, start: Start, quiet: bool, stack: ExitStack) -> tuple[Path | None, Recorder]:
     if torch.distributed.get_rank() != 0:
         return None, Recorder([])
     run_directory = start.run_directory
@@ -117,7 +118,8 @@ def _open_run(config: Config, start: Start, quiet: bool) -> tuple[Path | None, R
     goes_on_from = None
     if run_directory is None:
         run_directory = create_run_directory(config)
-    else:
+    stack.enter_context(locked_run(run_directory))
+    if start.run_directory is not None:
         checkpoints = CheckpointDirectory(run_directory / CHECKPOINTS)
         checkpoints.sweep()
         if start.checkpoint is not None:
