@@ -125,7 +125,8 @@ def _open_run(config: Config, start: Start, quiet: bool, stack: ExitStack) -> tu
         if start.checkpoint is not None:
             iteration = read_manifest(start.checkpoint).iteration
             checkpoints.set_aside(iteration)
-        drop_records_after(run_directory / METRICS, iteration)
+        # Without a checkpoint even the evaluation before the first step is made again.
+        drop_records_after(run_directory / METRICS, iteration if start.checkpoint is not None else -1)
         goes_on_from = iteration
     (run_directory / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     sinks = _sinks(config, run_directory, quiet, goes_on_from)
