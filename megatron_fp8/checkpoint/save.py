@@ -7,6 +7,7 @@ the checkpoint before it stays the latest. Must not know when to save.
 
 import os
 import queue
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -75,7 +76,7 @@ class CheckpointWriter:
                 validate_access_integrity=False,
             )
         except (OSError, RuntimeError) as error:  # torch's own writer of files raises the latter
-            raise CheckpointError(f"{path} cannot be written: {error}") from error
+            raise CheckpointError(f"{path} cannot be written: {error}{self._space_left()}") from error
         assert request is not None
         if self._live.device.type == "cpu":
             # A forked process sees host memory as it is now, whatever this one does to it: that is the copy.
@@ -102,7 +103,8 @@ class CheckpointWriter:
         except (CheckpointException, CheckpointingException, RuntimeError, OSError) as error:
             self._pending = None
             raise CheckpointError(
-                f"the checkpoint of iteration {pending.manifest.iteration} could not be written: {_reason(error)}. "
+                f"the checkpoint of iteration {pending.manifest.iteration} could not be written: {_reason(error)}"
+                f"{self._space_left()}. "
                 f"The latest whole one is that of iteration {self._directory.latest()}"
             ) from error
         self._pending = None
@@ -116,6 +118,11 @@ class CheckpointWriter:
             pending.hold_up_seconds + now - begun,
             now - pending.started,
         )
+
+    def _space_left(self) -> str:
+        """Of the disk, for an error: torch's writers may hide what the system said behind "iostream error"."""
+        free_bytes = shutil.disk_usage(self._directory.root).free
+        return f" ({free_bytes / 1e6:,.1f} MB are free on its disk)"
 
     def _commit(self, pending: "_Pending") -> None:
         incomplete = self._directory.incomplete(pending.manifest.iteration)
