@@ -125,9 +125,10 @@ class Fault:
         finalize = config.finalize_model_grads_func
 
         def counted_passes(*arguments: Any, **named: Any) -> Any:
-            count[0] += 1
+            # Evaluations are passes too.
+            count[0] += not named["forward_only"]
             loss = passes(*arguments, **named)
-            if self.where == "loss" and count[0] in self.steps:
+            if self.where == "loss" and not named["forward_only"] and count[0] in self.steps:
                 loss.sum_and_tokens[0] = float("nan")
             return loss
 
