@@ -105,7 +105,8 @@ def find_hang(before: Sequence[Status], after: Sequence[Status], author: int) ->
     pairs = [(old, new) for old, new in zip(before, after, strict=True) if not new.left]
     silent = [new for old, new in pairs if new.number == old.number]
     if silent:
-        return _hang("silent", silent, author, "silent: its process is stopped or its interpreter held, or its machine is out of reach")
+        how = "silent: its process is stopped or its interpreter held, or its machine is out of reach"
+        return _hang("silent", silent, author, how)
     if any(new.count != old.count for old, new in pairs):
         return None
     statuses = [new for _, new in pairs]
