@@ -118,10 +118,10 @@ def _step(
         result.nonfinite,
     )
     _require_progress(parts, state)
+    parts.norms.after_step(state.iteration, updated=not result.skipped)
     rewind = judge(parts, progress.recent, state, result)
     if rewind is not None:
         return rewind
-    parts.norms.after_step(state.iteration, updated=not result.skipped)
     progress.interval.add(result)
     pace.step_done()
     parts.heartbeat.step_done()

@@ -62,6 +62,8 @@ def go_back(parts: TrainingParts, wanted: Rewind, reopen_record: Callable[[int],
             f"faults.max_rewinds={most}. Lower optimizer.lr or optimizer.clip_grad, or look at the data"
         )
     parts.heartbeat.enter(Phase.CHECKPOINT)
+    # Times of steps that are undone belong to no record.
+    parts.times.take()
     directory = parts.checkpointer.finish_write()
     checkpoint, notes = _newest_good(directory, wanted)
     before = TrainState.from_counters(_counters_on_rank_0(checkpoint))

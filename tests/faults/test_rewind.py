@@ -97,6 +97,7 @@ def test_it_is_done_so_often_and_no_more(tmp_path: Path) -> None:
     assert "The run has gone back 1 times already, and faults.max_rewinds=1" in outcome.error
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_by(tmp_path: Path) -> None:
     config = faulty_config(faults=REWIND, model={"num_layers": 1})
 
