@@ -104,9 +104,9 @@ def _mean_loss(interval: IntervalLoss, iteration: int) -> float | None:
     """Mean loss over the steps since the last record that were not skipped; collective over all ranks."""
     mean = interval.take()
     if mean is not None and not math.isfinite(mean):
-        # Gradients can be finite all the same: those of masked tokens are 0 whatever their loss is.
+        # Steps whose loss is not finite are none of these: see `train/bad_steps.py`.
         raise NonFiniteError(
-            f"lm loss is {mean} in the iterations since the last record, up to {iteration}, although their gradients "
-            "are finite: the loss of a masked token is not, or all tokens are masked. Look at the data of these steps"
+            f"lm loss is {mean} in the iterations since the last record, up to {iteration}: all their tokens are "
+            "masked. Look at the data of these steps"
         )
     return mean
