@@ -57,7 +57,7 @@ class Limits:
     @property
     def silence_seconds(self) -> float:
         """After which a rank that has said nothing new does not speak any more; threads may be late on a busy host."""
-        return max(4 * self.period_seconds, 3.0)
+        return max(4 * self.period_seconds, 6.0)
 
 
 class Watchdog:
