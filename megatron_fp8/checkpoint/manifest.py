@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 # Each rank writes the sums of its own files beside them; the commit gathers them into the manifest.
@@ -45,8 +47,8 @@ class Manifest:
     """What a checkpoint is.
 
     `config`: the run's config as YAML. `layout`: sizes of the job that wrote it. `counters`: iteration, consumed
-    samples and tokens, loss scale and the like. `lists`: layers that have fallen back to BF16, their counts, and losses.
-    `versions`: of the packages that wrote it. `written`: when, UTC. `files`: all others, by name.
+    samples and tokens, loss scale and the like. `lists`: layers that have fallen back to BF16, their counts, and
+    losses. `versions`: of the packages that wrote it. `written`: when, UTC. `files`: all others, by name.
     """
 
     iteration: int
@@ -111,6 +113,7 @@ def read_manifest(directory: Path) -> Manifest:
         manifest = Manifest(**values, files=files)
         if type(manifest.iteration) is not int or manifest.iteration < 0:
             raise ValueError(f"{manifest.iteration!r} is no iteration")
+        _require_config(manifest.config)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist: {directory} is not a whole checkpoint") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -121,6 +124,16 @@ def read_manifest(directory: Path) -> Manifest:
             "use the version that wrote it"
         )
     return manifest
+
+
+def _require_config(text: str) -> None:
+    """ValueError where this is not the YAML of a config's sections. Tags, which could name objects, are refused."""
+    try:
+        sections = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"its config is no plain YAML: {error}") from error
+    if not isinstance(sections, dict) or not all(isinstance(section, dict) for section in sections.values()):
+        raise ValueError("its config has no sections")
 
 
 def _sum_of(values: Mapping[str, Any]) -> str:

@@ -83,7 +83,7 @@ def _is_fixed(key: str) -> bool:
 
 def _differences(config: Config, saved_text: str) -> Iterator[tuple[str, Any, Any]]:
     """(key, value now, value saved) where they differ; a key that did not exist then had what is its default now."""
-    saved = yaml.safe_load(saved_text)
+    saved = yaml.safe_load(saved_text) or {}
     for key, spec in config_fields().items():
         now = getattr(getattr(config, spec.section), spec.name)
         before = saved.get(spec.section, {}).get(spec.name, spec.default)

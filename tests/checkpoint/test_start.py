@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_fp8.checkpoint.directory import TRACKER, CheckpointDirectory
-from megatron_fp8.checkpoint.manifest import damage, read_manifest
+from megatron_fp8.checkpoint.manifest import damage, read_manifest, write_manifest
 from megatron_fp8.checkpoint.start import choose_start
 from megatron_fp8.config.check import DataReport
 from megatron_fp8.config.cli import Command, parse_command_line
@@ -144,8 +144,6 @@ def test_every_bit_of_a_manifest_counts(runs: Path) -> None:
 
 
 def test_a_manifest_of_a_newer_format_is_refused_by_that_name(runs: Path) -> None:
-    from megatron_fp8.checkpoint.manifest import write_manifest
-
     path = checkpoints(runs).path(3)
     write_manifest(path, replace(read_manifest(path), format_version=99))
     assert "format 99 is newer" in refusal(make_config(runs), "latest")
@@ -303,3 +301,11 @@ def test_the_manifest_says_what_made_the_checkpoint(runs: Path) -> None:
     assert values["layout"]["world_size"] == 1
     assert {"torch", "megatron-core", "transformer-engine", "megatron-fp8"} <= values["versions"].keys()
     assert "num_layers: 1" in values["config"]
+
+
+@pytest.mark.parametrize("text", ["model: !!python/object/apply:os.getcwd []", "[1, 2]", "model: 3", "model: {"])
+def test_a_config_that_is_none_makes_a_manifest_unreadable(runs: Path, text: str) -> None:
+    path = checkpoints(runs).path(3)
+    write_manifest(path, replace(read_manifest(path), config=text))
+    assert "the checkpoint is damaged" in refusal(make_config(runs), "latest")
+    assert choose_start(make_config(runs), "auto").checkpoint == checkpoints(runs).path(2)
