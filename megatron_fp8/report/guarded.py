@@ -78,10 +78,6 @@ class Guarded:
         else:
             self._deliver()
 
-    def catch_up(self) -> None:
-        """Open the sink without a new record, so that it gets what it lacks of the record there is."""
-        self._deliver_at_last()
-
     def close(self) -> None:
         """Hand on what still waits, in one more attempt, and close the sink."""
         if self._waiting:
