@@ -63,7 +63,7 @@ image-check: $(VENV_READY) ## carry out docker/Dockerfile.cpu in a clean root: s
 	    --run true \
 	    --run "python /opt/megatron-fp8/tools/prepare_quickstart.py --output data/quickstart" \
 	    --run "torchrun --standalone --nproc-per-node 4 /opt/megatron-fp8/pretrain.py \
-	        /opt/megatron-fp8/configs/quickstart.yaml training.train_iters=3 training.eval_interval=3"
+	        /opt/megatron-fp8/configs/quickstart.yaml training.train_iters=3 training.eval_interval=3 optimizer.lr_warmup_iters=0"
 	rm -rf --one-file-system build/image-root
 
 .PHONY: venv

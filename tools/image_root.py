@@ -237,7 +237,8 @@ class Builder:
         """Run `command` in the stage's root with that environment alone, in process and mount spaces of its own."""
         inside = shlex.quote(str(stage.root))
         mounts = [f"mount --rbind /dev {inside}/dev", f"mount -t proc proc {inside}/proc"]
-        mounts += [f"mount --bind /etc/resolv.conf {inside}/etc/resolv.conf"]
+        for name in ("resolv.conf", "hosts"):
+            mounts += [f"touch {inside}/etc/{name}", f"mount --bind /etc/{name} {inside}/etc/{name}"]
         if with_host:
             mounts += [f"mkdir -p {inside}{_HOST}", f"mount --bind -o ro / {inside}{_HOST}"]
         variables = [f"{name}={value}" for name, value in {"HOME": "/root", **environment}.items()]
