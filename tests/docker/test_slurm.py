@@ -52,7 +52,10 @@ if what == "waits for a signal":
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     # The batch script is told as Slurm tells it: the shell alone, not the step.
     os.kill(int((test / "batch").read_text()), getattr(signal, os.environ["SENT"]))
-    end(f"signal {signal.Signals(signal.sigwait(signals)).name}")
+    told = signal.Signals(signal.sigwait(signals)).name
+    if "EARLY" in os.environ:
+        sys.exit(1)
+    end(f"signal {told}")
     sys.exit(75)
 if what == "fails":
     sys.exit(1)
@@ -108,7 +111,12 @@ def test_a_run_that_is_done_is_not_queued_again(tmp_path: Path) -> None:
 def test_a_run_that_was_told_to_stop_is_queued_again(tmp_path: Path, signal_name: str) -> None:
     ended = submit(tmp_path, "waits for a signal", SENT=signal_name)
     assert (tmp_path / "requeued").read_text(encoding="utf-8").strip() == "4711", ended.stdout + ended.stderr
-    assert "stopped and saved; queued again" in ended.stdout
+    assert "stopped; queued again" in ended.stdout
+
+
+def test_a_run_that_is_told_before_it_can_save_is_queued_again(tmp_path: Path) -> None:
+    ended = submit(tmp_path, "waits for a signal", SENT="SIGUSR1", EARLY="1")
+    assert (tmp_path / "requeued").exists(), ended.stdout + ended.stderr
 
 
 def test_a_run_that_stops_time_and_again_is_not_queued_for_ever(tmp_path: Path) -> None:
