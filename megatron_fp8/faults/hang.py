@@ -129,7 +129,8 @@ def _hang(kind: str, culprits: Sequence[Status], author: int, how: str) -> Hang:
     more = f" and {len(culprits) - _MOST_NAMED} more" if len(culprits) > _MOST_NAMED else ""
     lines = [f"the job hangs, held up by rank {numbers}{more}: {how}"]
     for status in culprits[:_MOST_STACKS]:
-        lines.append(f"{status.place()} ({status.still_seconds:.0f} s)")
+        how_long = "as it was last heard of" if kind == "silent" else f"{status.still_seconds:.0f} s"
+        lines.append(f"{status.place()} ({how_long})")
         lines.append(status.stacks or "no stack: its process does not answer")
     return Hang(
         kind=kind,

@@ -13,11 +13,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 START = "the start of the script"
+# A process that the kernel kills gives its memory back first.
+SECONDS_TO_END = 10.0
 # Imported last; what is needed to train has been imported before.
 LATE = "megatron_fp8.train.setup"
 
@@ -70,11 +73,24 @@ class Killer:
 
 
 def orphans(log: Path) -> list[int]:
-    """Processes that ranks which were killed had started, and that are still there."""
+    """Processes that ranks which were killed had started, and that the kernel has not ended within a while."""
     if not log.exists():
         return []
     lines = map(json.loads, log.read_text(encoding="utf-8").splitlines())
-    return [pid for line in lines for pid in line["children"] if Path(f"/proc/{pid}").exists()]
+    left = [pid for line in lines for pid in line["children"]]
+    deadline = time.monotonic() + SECONDS_TO_END
+    while (left := [pid for pid in left if runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process, other than one that has ended and that nobody has asked about yet."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def main() -> None:

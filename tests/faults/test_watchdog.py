@@ -163,8 +163,12 @@ def test_the_rank_that_hangs_is_named_with_its_step_and_stack(way: str, tmp_path
     assert hang is not None, job.errors
     assert hang.culprits == (1,)
     assert hang.kind == ("silent" if silent else "still")
-    assert (hang.iteration, hang.phase) == (4, Phase.DATA)
-    assert "iteration 4, phase data, since 2" in hang.text
+    if not silent:
+        assert (hang.iteration, hang.phase) == (4, Phase.DATA)
+    # The last word of one that is silent may be from any step before: these take milliseconds.
+    assert hang.iteration <= 4
+    assert f"{hang.phase.value}, since 2" in hang.text
+    assert ("(as it was last heard of)" in hang.text) == silent
     assert job.codes[0] == 1
     # Who the launcher takes for the cause: the earliest report.
     speaker = 0 if silent else 1
@@ -250,7 +254,7 @@ def test_the_first_step_and_checkpoints_may_take_long() -> None:
     heartbeat.step_done()
     for phase in Phase:
         heartbeat.enter(phase, 2)
-        assert heartbeat.beat.slow == (phase in (Phase.START, Phase.CHECKPOINT))
+        assert heartbeat.beat.slow == (phase in (Phase.START, Phase.CHECKPOINT, Phase.PROFILE))
     assert heartbeat.beat.iteration == 2
 
 

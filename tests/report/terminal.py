@@ -69,12 +69,14 @@ def run_on_terminal(
     stderr: int | None = None,
 ) -> tuple[int, Screen]:
     """The exit code, and what a terminal of `width` columns shows; `stderr`: where that goes instead."""
+    # A size that a test runner has put there would stand for that of the terminal.
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     process = subprocess.Popen(
         [str(part) for part in command],
         cwd=cwd,
-        env={**os.environ, "TERM": "xterm-256color", **(environment or {})},
+        env={**inherited, "TERM": "xterm-256color", **(environment or {})},
         stdin=theirs,
         stdout=theirs,
         stderr=theirs if stderr is None else stderr,
