@@ -209,6 +209,7 @@ def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.slow
 def test_two_modes_from_the_command_line(tiny: list[str], tmp_path: Path) -> None:
     output = tmp_path / "made" / "here"
     modes = ["--modes", "bf16", "fp8-tensorwise"]

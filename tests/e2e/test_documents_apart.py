@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import numpy as np
 
 from megatron_fp8.data.token_file import TokenFileWriter
@@ -14,6 +16,7 @@ from tests.e2e.launch import pretrain, torchrun
 APART = ("data.reset_attention_mask=true", "data.reset_position_ids=true", "data.eod_mask_loss=true")
 
 
+@pytest.mark.slow
 def test_a_run_over_documents_kept_apart_learns(tiny: Tiny, tmp_path: Path) -> None:
     """FP8, on two sequence-parallel ranks."""
     ended = torchrun(2, tiny.write_config(tmp_path, tp=2), *APART, cwd=tmp_path)

@@ -112,6 +112,7 @@ def one_rank(script: Path, *arguments: str, cwd: Path) -> Ended:
     return run([sys.executable, script, *arguments], cwd)
 
 
+@pytest.mark.slow
 def test_a_run_under_a_scheduler_is_started_again_and_again_in_one_way(tiny: Tiny, tmp_path: Path) -> None:
     """The same command line: at first there is nothing to resume, then a damaged checkpoint, which is passed over.
 
