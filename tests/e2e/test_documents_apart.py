@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 import numpy as np
+import pytest
 
 from megatron_fp8.data.token_file import TokenFileWriter
 from tests.e2e.conftest import TRAIN_ITERS, Tiny
