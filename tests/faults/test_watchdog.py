@@ -85,7 +85,7 @@ with Watchdog(heartbeat, store, rank, world_size, limits, tell):
             for _ in range(12):
                 time.sleep(limits.seconds / 4)
                 heartbeat.enter(Phase.EVALUATION)
-        elif iteration == 4 and rank == culprit and way != "nothing":
+        elif iteration == 4 and rank == culprit and way in globals():
             globals()[way]()
         heartbeat.enter(Phase.FORWARD_BACKWARD)
         dist.all_reduce(torch.ones(4))
@@ -179,7 +179,7 @@ def test_the_rank_that_hangs_is_named_with_its_step_and_stack(way: str, tmp_path
         assert "no stack: its process does not answer" in hang.text
     else:
         assert job.codes[1] == 1
-        assert way in hang.text.splitlines()[-3] + hang.text.splitlines()[-2] + hang.text.splitlines()[-1], hang.text
+        assert f"in {way}" in hang.text
         times = [int(json.loads(report)["message"]["extraInfo"]["timestamp"]) for report in job.reports if report]
         # Gloo may have ended the other one before its time had come.
         assert len(times) == 1 or times[1] < times[0]
