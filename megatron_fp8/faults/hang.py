@@ -14,14 +14,15 @@ from megatron_fp8.faults.heartbeat import Phase
 
 _MOST_STACKS = 4
 _MOST_NAMED = 16
-# Ranks meet between these; data and passes alternate in a step.
+# Ranks meet between these, in the order of the loop; data and passes alternate in a step.
 _ORDER = {
     Phase.START: 0,
     Phase.DATA: 1,
     Phase.FORWARD_BACKWARD: 1,
     Phase.OPTIMIZER: 2,
-    Phase.EVALUATION: 3,
-    Phase.CHECKPOINT: 4,
+    Phase.PROFILE: 3,
+    Phase.EVALUATION: 4,
+    Phase.CHECKPOINT: 5,
 }
 
 

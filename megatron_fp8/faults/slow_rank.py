@@ -4,9 +4,9 @@ In a job whose ranks wait for each other every rank's step is as long as the slo
 a rank does by itself. Must not know how it is measured. Imports no torch.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class SlowRanks:
         `seconds`: of this work, by rank. `beside`: of all that a step takes beside this work, if the work is a part
         that may be next to nothing on others.
         """
-        named = []
+        named: list[Slowness] = []
+        if len(seconds) < 2:
+            return named
+        ordered = sorted(seconds.values())
         for rank, own in seconds.items():
-            others = [value for other, value in seconds.items() if other != rank]
-            if not others:
-                continue
-            usual = median(others)
+            usual = _median_of_others(ordered, own)
             rest = beside[rank] if beside is not None else 0.0
             factor = (own + rest) / (usual + rest) if usual + rest > 0 else 1.0
             count = self._in_a_row.get((rank, what), 0) + 1 if factor >= self._factor else 0
@@ -50,6 +50,14 @@ class SlowRanks:
             if count == self._num_intervals:
                 named.append(Slowness(rank, what, own, usual, factor))
         return named
+
+
+def _median_of_others(ordered: Sequence[float], own: float) -> float:
+    """The median of `ordered`, which is sorted, without one value `own`. Not by sorting anew for each of many ranks."""
+    place, num_others = bisect_left(ordered, own), len(ordered) - 1
+    # Behind its place the others have moved up by one.
+    middle = [ordered[index + (index >= place)] for index in ((num_others - 1) // 2, num_others // 2)]
+    return (middle[0] + middle[1]) / 2
 
 
 def peers(world_size: int, pipeline_parallel_size: int) -> list[Sequence[int]]:

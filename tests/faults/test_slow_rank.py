@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from statistics import median
 from typing import Any
 
 import pytest
@@ -30,6 +31,20 @@ def test_the_slow_one_is_named_after_some_intervals_and_no_other(seed: int) -> N
         named = watch.add("compute", {**dict.fromkeys(seconds, 1.0), 10 + slow: 9.0})
         assert len(named) == (interval == 2)
     assert named[0].factor == 9.0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_rank_is_compared_with_the_median_of_the_others(seed: int) -> None:
+    draw = random.Random(seed)
+    # Few values, so that some are equal.
+    seconds = {rank: float(draw.randint(1, 6)) for rank in range(draw.randint(2, 12))}
+    named = SlowRanks(1.0, num_intervals=1).add("compute", seconds)
+    expected = {
+        rank: median([other for index, other in seconds.items() if index != rank]) for rank, own in seconds.items()
+    }
+    assert {each.rank: each.median_seconds for each in named} == {
+        rank: usual for rank, usual in expected.items() if seconds[rank] >= usual
+    }
 
 
 def test_noise_names_nobody() -> None:

@@ -247,6 +247,14 @@ def test_a_status_is_the_same_after_the_way_through_the_store() -> None:
     assert Status.from_json(status(3).to_json()) == status(3)
 
 
+@pytest.mark.parametrize("phase", Phase)
+def test_a_rank_that_stands_still_is_named_in_every_phase(phase: Phase) -> None:
+    ranks = [status(0, phase=Phase.FORWARD_BACKWARD), status(1, phase=phase, waits=False)]
+    hang = find_hang(ranks, [replace(each, number=each.number + 1) for each in ranks], 0)
+    assert hang is not None
+    assert (hang.culprits, hang.phase, hang.kind) == ((1,), phase, "still")
+
+
 def test_the_first_step_and_checkpoints_may_take_long() -> None:
     heartbeat = Heartbeat()
     heartbeat.enter(Phase.FORWARD_BACKWARD, 1)

@@ -74,13 +74,7 @@ class LearnableSamples:
 
         if index in self.poisoned:
             return Samples(self.seq_length)[index]
-        tokens = (torch.arange(self.seq_length + 1) + 7 * index) % 16
-        return {
-            "tokens": tokens[:-1],
-            "labels": tokens[1:],
-            "loss_mask": torch.ones(self.seq_length),
-            "position_ids": torch.arange(self.seq_length),
-        }
+        return _sample((torch.arange(self.seq_length + 1) + 7 * index) % 16)
 
 
 @dataclass(frozen=True)
@@ -94,13 +88,20 @@ class TextSamples:
 
         text = torch.frombuffer(bytearray(inspect.getsource(argparse).encode("ascii", "ignore")), dtype=torch.uint8)
         start = 997 * index % (len(text) - self.seq_length - 1)
-        tokens = text[start : start + self.seq_length + 1].long()
-        return {
-            "tokens": tokens[:-1],
-            "labels": tokens[1:],
-            "loss_mask": torch.ones(self.seq_length),
-            "position_ids": torch.arange(self.seq_length),
-        }
+        return _sample(text[start : start + self.seq_length + 1].long())
+
+
+def _sample(tokens: Any) -> dict[str, Any]:
+    """What a dataset gives of `[s + 1]` tokens, all of which count."""
+    import torch
+
+    length = len(tokens) - 1
+    return {
+        "tokens": tokens[:-1],
+        "labels": tokens[1:],
+        "loss_mask": torch.ones(length),
+        "position_ids": torch.arange(length),
+    }
 
 
 @dataclass(frozen=True)
