@@ -113,7 +113,6 @@ def read_manifest(directory: Path) -> Manifest:
         manifest = Manifest(**values, files=files)
         if type(manifest.iteration) is not int or manifest.iteration < 0:
             raise ValueError(f"{manifest.iteration!r} is no iteration")
-        _require_config(manifest.config)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist: {directory} is not a whole checkpoint") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -124,16 +123,6 @@ def read_manifest(directory: Path) -> Manifest:
             "use the version that wrote it"
         )
     return manifest
-
-
-def _require_config(text: str) -> None:
-    """ValueError where this is not the YAML of a config's sections. Tags, which could name objects, are refused."""
-    try:
-        sections = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"its config is no plain YAML: {error}") from error
-    if not isinstance(sections, dict) or not all(isinstance(section, dict) for section in sections.values()):
-        raise ValueError("its config has no sections")
 
 
 def _sum_of(values: Mapping[str, Any]) -> str:
@@ -151,6 +140,8 @@ def damage(directory: Path, contents: bool = True, share: tuple[int, int] = (0, 
     except CheckpointError as error:
         yield str(error)
         return
+    if wrong := _what_is_wrong_with_config(manifest.config):
+        yield f"{directory / MANIFEST}: {wrong}"
     reader, num_readers = share
     for index, (name, expected) in enumerate(manifest.files.items()):
         path = directory / name
@@ -165,6 +156,19 @@ def damage(directory: Path, contents: bool = True, share: tuple[int, int] = (0, 
             yield f"{path} has {path.stat().st_size:,} bytes; {expected.num_bytes:,} were written"
         elif contents_here and file_sum(path).sha256 != expected.sha256:
             yield f"{path} is not what was written: its SHA-256 differs"
+
+
+def _what_is_wrong_with_config(text: str) -> str:
+    """Empty where this is the YAML of a config's sections. Tags, which could name objects, are refused.
+
+    Looked at when a checkpoint is chosen, not whenever a manifest is read: training waits for some of these readings.
+    """
+    try:
+        sections = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        return f"its config is no plain YAML: {error}"
+    has_sections = isinstance(sections, dict) and all(isinstance(section, dict) for section in sections.values())
+    return "" if has_sections else "its config has no sections"
 
 
 def is_file_name(name: str) -> bool:

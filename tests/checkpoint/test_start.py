@@ -304,7 +304,7 @@ def test_the_manifest_says_what_made_the_checkpoint(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["model: !!python/object/apply:os.getcwd []", "[1, 2]", "model: 3", "model: {"])
-def test_a_config_that_is_none_makes_a_manifest_unreadable(runs: Path, text: str) -> None:
+def test_a_config_that_is_none_makes_a_checkpoint_damaged(runs: Path, text: str) -> None:
     path = checkpoints(runs).path(3)
     write_manifest(path, replace(read_manifest(path), config=text))
     assert "the checkpoint is damaged" in refusal(make_config(runs), "latest")
