@@ -40,6 +40,8 @@ class Recorder:
 
     def write(self, event: str, values: Mapping[str, Value]) -> None:
         """Record `values` under the kind `event`."""
+        if not self._sinks:
+            return
         record = {"event": event, **without_secrets(values, self._secrets), "time": round(time.time(), 3)}
         for sink in self._sinks:
             sink.write(record)
