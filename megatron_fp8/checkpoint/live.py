@@ -91,7 +91,7 @@ class LiveState:
         wanted = {key: whole_tensor(key, torch.zeros(index[key].shape, dtype=index[key].dtype), 0) for key in keys}
         if not wanted:
             return None
-        dist_checkpointing.load(dict(wanted), str(directory), ("torch_dist", 1), validate_access_integrity=False)
+        dist_checkpointing.load(dict(wanted), str(directory), validate_access_integrity=False)
         total = torch.stack([tensor.data for tensor in wanted.values()]).sum(dim=0)
         return total if same_layout or self.places.groups.rank == 0 else torch.zeros_like(total)
 
@@ -117,7 +117,7 @@ class LiveState:
             for _, boxes, scale in weights:
                 wanted.update(_by_place([*boxes, scale]))
         # The tensors are filled where they are.
-        dist_checkpointing.load(wanted, str(directory), ("torch_dist", 1), validate_access_integrity=False)
+        dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
         scales = self._saved_scales(directory, index)
         fp8_bytes = [(weight, weight._data.clone(), scale.data.clone()) for weight, _, scale in weights]
         for part, name, values, _ in states:

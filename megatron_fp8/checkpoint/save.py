@@ -70,8 +70,8 @@ class CheckpointWriter:
             request = dist_checkpointing.save(
                 self._live.tensors_to_save(own or {}),
                 str(path),
-                ("torch_dist", 1),
                 async_sharded_save=True,
+                async_strategy="mcore",
                 # What every rank writes follows from the layout, which tests check; this would gather it all each time.
                 validate_access_integrity=False,
             )
