@@ -32,8 +32,6 @@ def enter() -> None:
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if _STARTUP not in folders:
         os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *filter(None, folders)])
-    # torch.compile would need a C++ compiler and trace through the stand-in; eager gives the same numbers.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
     from megatron_fp8.cpu import install
     from megatron_fp8.cpu.mode import activate

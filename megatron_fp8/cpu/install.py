@@ -84,8 +84,10 @@ def describe() -> str:
 def _set_environment() -> None:
     # Transformer Engine then does not look for its shared libraries.
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
-    # torch.compile needs a C++ compiler and seconds for each function; eager gives the same numbers.
+    # torch.compile needs a C++ compiler and seconds for each function; eager gives the same numbers. Megatron Core
+    # compiles a method where it defines it: torch would import its compiler, which takes the stub for a whole Triton.
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 def _patch_torch() -> None:
