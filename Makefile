@@ -7,6 +7,10 @@ SHELL := /bin/bash
 
 VENV := .venv
 VENV_READY := $(VENV)/.ready
+VENV_FROM := pyproject.toml locks/run.lock locks/dev.lock tools/make_venv.sh
+# Beside it, the oldest Megatron Core that works: the newest that Python 3.10 and 3.11 take.
+OLDEST := build/oldest
+OLDEST_TESTS := tests/parallel tests/checkpoint tests/precision tests/e2e
 QUICKSTART_DATA := data/quickstart
 QUICKSTART_READY := $(QUICKSTART_DATA)/.ready
 LINTED := megatron_fp8 tests tools pretrain.py
@@ -28,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
 help: ## list these targets
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: train
 train: $(VENV_READY) $(QUICKSTART_READY) ## pretrain a small GPT on four ranks, FP8, in a few minutes (ARGS="section.key=value ...")
@@ -44,6 +48,11 @@ test: $(VENV_READY) ## run the tests (ARGS="tests/config -x" for some of them)
 .PHONY: test-all
 test-all: $(VENV_READY) ## run the slow tests too
 	$(VENV)/bin/python -m pytest -m "" $(PYTEST_WORKERS) $(ARGS)
+
+.PHONY: test-oldest
+test-oldest: $(VENV_READY) $(OLDEST)/.ready ## run some of the tests on Python 3.11 or 3.10 with its older Megatron Core
+	MEGATRON_FP8_OTHER_PYTHON=$(abspath $(VENV)/bin/python) \
+	    $(OLDEST)/bin/python -m pytest $(PYTEST_WORKERS) $(or $(ARGS),$(OLDEST_TESTS))
 
 .PHONY: lint
 lint: $(VENV_READY) ## check style, formatting and types
@@ -70,15 +79,17 @@ validators: $(VALIDATORS)/.ready ## install hadolint, shellcheck and the schemas
 launcher-check: validators ## hold docker/ against them
 	$(VALIDATORS)/bin/python -m pytest --noconftest -p no:cacheprovider -c /dev/null --rootdir . -q tests/docker/test_validators.py
 
+BASE_IMAGE = $(shell sed -n 's/^ARG BASE_IMAGE=//p' docker/Dockerfile.cpu)
 .PHONY: image-check
 image-check: $(VENV_READY) ## carry out docker/Dockerfile.cpu in a clean root: self test and three steps (root, mmdebstrap)
-	rm -rf --one-file-system build/image-root
-	$(VENV)/bin/python tools/image_root.py docker/Dockerfile.cpu build/image-root \
+	rm -rf --one-file-system build/image-base build/image-root
+	tools/image_base.sh $(BASE_IMAGE) build/image-base
+	$(VENV)/bin/python tools/image_root.py docker/Dockerfile.cpu build/image-root --base build/image-base \
 	    --run true \
 	    --run "python /opt/megatron-fp8/tools/prepare_quickstart.py --output data/quickstart" \
 	    --run "torchrun --standalone --nproc-per-node 4 /opt/megatron-fp8/pretrain.py \
 	        /opt/megatron-fp8/configs/quickstart.yaml training.train_iters=3 training.eval_interval=3 optimizer.lr_warmup_iters=0"
-	rm -rf --one-file-system build/image-root
+	rm -rf --one-file-system build/image-base build/image-root
 
 .PHONY: venv
 venv: $(VENV_READY) ## make the virtual environment
@@ -89,8 +100,12 @@ clean: ## remove environment, quickstart data and caches; runs/ stays
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find megatron_fp8 tests tools -name __pycache__ -prune -exec rm -rf {} +
 
-$(VENV_READY): pyproject.toml constraints.txt requirements.lock requirements-torch.lock tools/make_venv.sh
+$(VENV_READY): $(VENV_FROM)
 	tools/make_venv.sh $(VENV)
+	touch $@
+
+$(OLDEST)/.ready: $(VENV_FROM)
+	python=$$(PYTHON=$(OLDEST_PYTHON) tools/find_python.sh 3.11 3.10) && PYTHON=$$python tools/make_venv.sh $(OLDEST)
 	touch $@
 
 $(QUICKSTART_READY): tools/prepare_quickstart.py $(wildcard megatron_fp8/data/*.py) | $(VENV_READY)

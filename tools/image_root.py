@@ -1,10 +1,11 @@
 """Carries out a Dockerfile in a root directory of its own, without a container engine, and runs commands in it.
 
-    python tools/image_root.py docker/Dockerfile.cpu ROOT [--build-arg NAME=VALUE] --run "COMMAND" [--run "COMMAND"]
+    python tools/image_root.py docker/Dockerfile.cpu ROOT --base BASE [--build-arg NAME=VALUE] [--run "COMMAND"] ...
 
-Needs root, a Debian base image, and mmdebstrap, which makes that base. Every instruction is carried out as an engine
-would; one that this file does not know ends it. Commands of --run start as the image's user, in its working directory,
-through its entry point. pip in the root uses the indices that this machine's pip is configured to use.
+Needs root, and a root directory like the one of the base image (tools/image_base.sh). Every instruction is carried out
+as an engine would; one that this file does not know ends it. Commands of --run start as the image's user, in its
+working directory, through its entry point. pip in the root uses the indices that this machine's pip is configured to
+use.
 """
 
 from __future__ import annotations
@@ -132,8 +133,9 @@ def host_pip_settings() -> dict[str, str]:
 class Builder:
     """Carries out instructions below `directory`, one directory a stage."""
 
-    def __init__(self, directory: Path, build_arguments: Mapping[str, str]) -> None:
+    def __init__(self, directory: Path, base: Path, build_arguments: Mapping[str, str]) -> None:
         self._directory = directory
+        self._base = base
         self._pip = host_pip_settings()
         # As an engine's predefined arguments: in the environment of RUN, not of the image.
         self._build_arguments = {**self._pip, **build_arguments}
@@ -159,13 +161,9 @@ class Builder:
         base = words[0]
         name = words[2] if len(words) == 3 and words[1].upper() == "AS" else str(len(self._stages))
         root = self._directory / name
-        if base in self._stages:
-            below = self._stages[base]
-            subprocess.run(["cp", "-a", "--reflink=auto", below.root, root], check=True)
-            self.stage = replace(below, root=root, environment=dict(below.environment), arguments={})
-        else:
-            _make_debian(base, root)
-            self.stage = Stage(root, {"PATH": _PATH})
+        below = self._stages.get(base) or Stage(self._base, {"PATH": _PATH})
+        subprocess.run(["cp", "-a", "--reflink=auto", below.root, root], check=True)
+        self.stage = replace(below, root=root, environment=dict(below.environment), arguments={})
         self._stages[name] = self.stage
 
     def _arg(self, text: str) -> None:
@@ -248,21 +246,13 @@ class Builder:
         subprocess.run([*apart, "sh", "-c", inner], check=True, stdin=subprocess.DEVNULL)
 
 
-def _make_debian(image: str, root: Path) -> None:
-    match = re.match(r"(?:docker\.io/)?(?:library/)?debian:([a-z]+)(?:-|@|$)", image)
-    if match is None:
-        raise ValueError(f"FROM {image}: only an image of Debian can be made here")
-    if shutil.which("mmdebstrap") is None:
-        raise ValueError("mmdebstrap is missing, which makes the base: apt-get install mmdebstrap")
-    subprocess.run(["mmdebstrap", "--quiet", "--variant=minbase", match[1], root], check=True)
-
-
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command line to settings."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dockerfile", type=Path)
     parser.add_argument("root", type=Path, help="a directory that is not there yet, for the stages' roots")
+    parser.add_argument("--base", type=Path, required=True, help="the root of what FROM names")
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE", help="as docker build has it")
     parser.add_argument("--run", action="append", default=[], metavar="COMMAND", help="run it in the last stage")
     settings = parser.parse_args(arguments)
@@ -277,7 +267,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Carry out the file, run the commands; 1 with the line where one fails."""
     settings = parse_arguments(arguments)
     settings.root.mkdir(parents=True)
-    builder = Builder(settings.root.resolve(), dict(text.split("=", 1) for text in settings.build_arg))
+    build_arguments = dict(text.split("=", 1) for text in settings.build_arg)
+    builder = Builder(settings.root.resolve(), settings.base.resolve(), build_arguments)
     started = time.monotonic()
     where = ""
     try:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the virtual environment DIRECTORY with the versions of constraints.txt, or brings it up to date.
+# Makes the virtual environment DIRECTORY of locks/run.lock and locks/dev.lock, or brings it up to date.
 # Usage: tools/make_venv.sh DIRECTORY     PYTHON=... names an interpreter to use.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -7,62 +7,52 @@ venv=${1:?usage: tools/make_venv.sh DIRECTORY}
 
 say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*"; }
 
-# Prints the first interpreter that fits; explains what is missing where none does.
-find_python() {
-    local candidate without_venv=""
-    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3.10 python3 python; do
-        "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null || continue
-        if "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
-            printf '%s\n' "$candidate"
-            return
-        fi
-        without_venv=$candidate
-    done
-    if [[ -n $without_venv ]]; then
-        echo "$without_venv cannot make virtual environments: its modules venv and ensurepip are missing." >&2
-        echo "On Debian and Ubuntu they are in the package python3-venv." >&2
-    else
-        echo "No Python from 3.10 to 3.13 was found (tried PYTHON=${PYTHON:-not set}, python3.10 ... python3.13," >&2
-        echo "python3, python). Install one, or name it: make PYTHON=/path/to/python3.11 ..." >&2
-    fi
-    return 1
-}
+case $(uname -sm) in
+    "Linux x86_64" | "Linux aarch64") ;;
+    *)
+        echo "The locks are for Linux on x86_64 and aarch64, not for $(uname -sm): use docker/Dockerfile.cpu." >&2
+        exit 1
+        ;;
+esac
 
-if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-    python=$(find_python)
-    say "virtual environment $venv with $("$python" --version)"
+python=$(tools/find_python.sh 3.12 3.13 3.11 3.10)
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+if [[ $("$venv/bin/python" -c 'import pip, sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) != "$version" ]]; then
+    say "virtual environment $venv with $("$python" --version), $python"
     rm -rf "$venv"
     "$python" -m venv "$venv"
 fi
+case $version in
+    3.10 | 3.11)
+        say "Python $version takes Megatron Core 0.16.1: all works, but runs are not bit for bit those of 0.19.2," \
+            "which needs Python 3.12 or 3.13 and is what runs on GPUs"
+        ;;
+esac
 
+# Nothing but the packages that are named, nothing fetched to build one, nobody asked, no copies of 2.6 GB in a cache.
 install() {
-    "$venv/bin/python" -m pip install --quiet --quiet --no-input --disable-pip-version-check --no-build-isolation "$@"
+    "$venv/bin/python" -m pip install --quiet --quiet --no-input --no-cache-dir --disable-pip-version-check --no-deps \
+        --no-build-isolation "$@"
 }
-# Nothing but the files whose SHA-256 the lock has.
-install_locked() { install --require-hashes --no-deps --requirement "$1"; }
-
-torch=$(grep '^torch==' constraints.txt)
+# Entries of the locks by a pattern of their names; without hashes torch's exact version may be a build for CPUs.
+entries() {
+    awk -v wanted="$1" '/^[a-z0-9]/ { take = $0 ~ wanted } take' locks/run.lock locks/dev.lock |
+        if [[ ${UNLOCKED:-} == 1 ]]; then sed -E '/^ +--hash/d; s/ \\$//; s/===/==/'; else cat; fi
+}
 if [[ ${UNLOCKED:-} == 1 ]]; then
     say "UNLOCKED=1: files are taken by their versions, whatever their hashes"
-    install --constraint constraints.txt setuptools "$torch"
-    install --constraint constraints.txt --editable '.[dev]'
-    say "the environment is ready"
-    exit
-fi
-say "installing the packages of requirements.lock, each file by its SHA-256"
-# Packages that come as source are built with the locked setuptools, not with whatever is newest.
-install_locked <(awk '/^[a-z]/ { wanted = /^setuptools==/ } wanted' requirements.lock)
-install_locked requirements.lock
-# By its exact version pip prefers a CPU wheel (2.13.0+cpu) where an index offers one; the lock knows PyPI's files.
-chosen=$(install --dry-run --ignore-installed --no-deps --report - "$torch" | "$venv/bin/python" -c \
-    'import json, sys; print(json.load(sys.stdin)["install"][0]["metadata"]["version"])')
-if [[ torch==$chosen == "$torch" ]]; then
-    say "installing $torch, by its SHA-256"
-    install_locked requirements-torch.lock
 else
-    say "installing torch $chosen by its version alone: it is not from PyPI, and no lock has its hash"
-    install --no-deps "torch==$chosen"
+    say "installing the packages of locks/run.lock and locks/dev.lock, each file by its SHA-256"
 fi
-# No index: whatever the locks lack is an error, not a download.
-install --no-index --editable '.[dev]'
+# Packages that come as source are built with the locked setuptools, not with whatever is newest. pip downloads all
+# that one command names before it installs any of it: two large commands take less room than one.
+for some in '^setuptools==' '^nvidia-' .; do
+    install --requirement <(entries "$some")
+done
+install --no-index --editable .
+# torch asks for what only GPUs load, too: that is in locks/gpu.lock and stays away. Anything else is a fault.
+only_for_gpus=$(sed -nE 's/^([a-z0-9.-]+)==.*/\1/p' locks/gpu.lock | sort -u | paste -sd '|')
+faults=$("$venv/bin/python" -m pip check --disable-pip-version-check |
+    grep -vE "requires ($only_for_gpus), which is not installed|^No broken requirements" || true)
+[[ -z $faults ]] || { printf 'the environment does not fit together:\n%s\n' "$faults" >&2; exit 1; }
 say "the environment is ready"

@@ -25,7 +25,7 @@ from megatron_fp8.doctor.finding import Finding, Status, Surroundings
 from megatron_fp8.doctor.machine import gpu_nodes
 from megatron_fp8.doctor.worker import GATHER
 
-_ADVICE = "install the versions of the image (docker/), or of constraints.txt"
+_ADVICE = "install the versions of the image (docker/), or of locks/"
 _MOST_CHARS = 400
 _SECONDS_TO_DIE = 20.0
 # Of a machine without GPUs: enough that ranks have to meet.

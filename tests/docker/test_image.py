@@ -1,4 +1,4 @@
-"""The images' files: what a Dockerfile is read as, what it may copy, and what the GPU image's lock holds."""
+"""The images' files: what a Dockerfile is read as, and what it may copy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tools import image_lock
 from tools.image_root import context_files, ignored, read_instructions, substituted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,8 +46,8 @@ def test_an_image_gets_the_program_and_nothing_else() -> None:
     assert {"pretrain.py", "docker/entrypoint.sh", "megatron_fp8/doctor/__main__.py", "pyproject.toml"} <= paths
     top = {path.partition("/")[0] for path in paths}
     assert top == {
-        *("LICENSE", "README.md", "constraints.txt", "pretrain.py", "pyproject.toml"),
-        *("configs", "docker", "megatron_fp8", "tools"),
+        *("LICENSE", "README.md", "pretrain.py", "pyproject.toml"),
+        *("configs", "docker", "locks", "megatron_fp8", "tools"),
     }
 
 
@@ -60,44 +59,3 @@ def test_an_image_is_pinned_by_digest_and_does_not_run_as_root(path: Path) -> No
     assert [step.text for step in steps if step.name == "USER"] == ["${USER_ID}:${USER_ID}"]
     assert int(arguments["USER_ID"]) > 0
     assert "entrypoint.sh" in next(step.text for step in steps if step.name == "ENTRYPOINT")
-
-
-def test_the_gpu_lock_has_every_dependency_in_a_version_that_fits() -> None:
-    from packaging.requirements import Requirement
-
-    locked = {}
-    for lock in (image_lock.WHEELS_LOCK, image_lock.SOURCE_LOCK):
-        entries = image_lock._entries(lock.read_text(encoding="utf-8"))
-        assert all(hashes for _, hashes in entries.values())
-        locked.update({name: version for name, (version, _) in entries.items()})
-    # The list of dependencies, without a TOML parser, which Python 3.10 lacks.
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    needed = re.findall(r'^    "([^"]+)",', project.partition("\ndependencies = [")[2].partition("\n]")[0], re.M)
-    assert len(needed) > 20
-    wanted = [line.partition("#")[0] for line in image_lock.WANTED.read_text(encoding="utf-8").splitlines()]
-    for text in [*needed, *filter(str.strip, wanted)]:
-        requirement = Requirement(text)
-        assert requirement.name in locked, f"{text}: run tools/image_lock.py"
-        assert requirement.specifier.contains(locked[requirement.name]), f"{text}: run tools/image_lock.py"
-
-
-def test_every_pip_line_of_the_gpu_image_is_accounted_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(image_lock, "_check_lock", lambda lock: f"looked at {lock.name}")
-    said = "\n".join(image_lock.check(DOCKERFILES[0]))
-    assert "looked at gpu.lock" in said
-    assert "looked at gpu-source.lock" in said
-    other = tmp_path / "Dockerfile"
-    other.write_text("RUN pip install \\\n    numpy\n", encoding="utf-8")
-    with pytest.raises(image_lock.LockError, match="numpy: packages without a lock"):
-        image_lock.check(other)
-
-
-@pytest.mark.slow
-def test_the_registry_has_what_the_gpu_image_installs() -> None:
-    try:
-        said = image_lock.check(DOCKERFILES[0])
-    except image_lock.LockError as error:
-        if "uv is missing" in str(error) or "dns error" in str(error).lower() or "connect" in str(error).lower():
-            pytest.skip(str(error).splitlines()[0])
-        raise
-    assert sum("hashes are the registry's" in line for line in said) == 2

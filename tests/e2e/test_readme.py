@@ -62,9 +62,7 @@ def shortened(words: list[str]) -> list[str] | None:
 @pytest.fixture
 def checkout(tiny: Tiny, tmp_path: Path) -> Path:
     """What a person has after `make train`, and texts and a tokenizer of their own."""
-    for name in ("Makefile", "configs", "megatron_fp8", "pretrain.py", "pyproject.toml", "tools"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    for name in ("constraints.txt", "requirements.lock", "requirements-torch.lock"):
+    for name in ("Makefile", "configs", "locks", "megatron_fp8", "pretrain.py", "pyproject.toml", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(tiny.data, tmp_path / "data" / "quickstart")
     (tmp_path / "data" / "llama").mkdir()
