@@ -15,9 +15,13 @@ case $(uname -sm) in
         ;;
 esac
 
-python=$(tools/find_python.sh 3.12 3.13 3.11 3.10)
+here=$("$venv/bin/python" -c 'import pip, sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true)
+wanted=(3.12 3.13 3.11 3.10)
+# An environment that was made with 3.13 stays one.
+[[ $here != 3.13 ]] || wanted=(3.13 "${wanted[@]}")
+python=$(tools/find_python.sh "${wanted[@]}")
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-if [[ $("$venv/bin/python" -c 'import pip, sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) != "$version" ]]; then
+if [[ $here != "$version" ]]; then
     say "virtual environment $venv with $("$python" --version), $python"
     rm -rf "$venv"
     "$python" -m venv "$venv"
@@ -28,6 +32,7 @@ case $version in
             "which needs Python 3.12 or 3.13 and is what runs on GPUs"
         ;;
 esac
+[[ ! -e /dev/nvidiactl ]] || say "this machine has a GPU, and this environment is for CPUs: docs/images.md has the other"
 
 # Nothing but the packages that are named, nothing fetched to build one, nobody asked, no copies of 2.6 GB in a cache.
 install() {
