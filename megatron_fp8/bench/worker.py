@@ -52,14 +52,15 @@ def profile(run: Run) -> dict[str, Any]:
     """The operations of one step that took the most time by themselves: name, seconds, calls; largest first."""
     with torch.profiler.profile(acc_events=True) as profiler:
         run.step()
-    on_cpu = torch.accelerator.current_accelerator(check_available=True) is None
+    averages = profiler.key_averages()
+    on_device = any(event.self_device_time_total for event in averages)
     costs = [
         {
             "name": event.key,
-            "seconds": (event.self_cpu_time_total if on_cpu else event.self_device_time_total) / 1e6,
+            "seconds": (event.self_device_time_total if on_device else event.self_cpu_time_total) / 1e6,
             "num_calls": event.count,
         }
-        for event in profiler.key_averages()
+        for event in averages
     ]
     return {"costs": sorted(costs, key=lambda cost: -cost["seconds"])}
 

@@ -22,6 +22,7 @@ from megatron_fp8.compare.torchao_import import import_float8
 from megatron_fp8.compare.torchao_operands import OperandMeter
 from megatron_fp8.compare.work import OperandNoise
 from megatron_fp8.config.schema import Config
+from megatron_fp8.cpu import installed
 
 _COMPUTE_DTYPE = torch.bfloat16
 
@@ -32,11 +33,12 @@ class TorchaoRun:
     def __init__(self, config: Config, samples: Samples, recipe: str) -> None:
         float8 = import_float8()
         self._device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        settings = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=self._device.type == "cpu")
+        emulate = self._device.type == "cpu" or installed()
+        settings = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
         model = PlainGPT(config)
         float8.convert_to_float8_training(model, module_filter_fn=_is_in_block, config=settings)
         self.model = model.to(self._device)
-        self._autocast = self._device.type != "cpu"
+        self._autocast = not emulate
         if not self._autocast:
             _compute_as_under_autocast(self.model, self._linears().values())
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())

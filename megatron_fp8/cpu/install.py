@@ -91,6 +91,7 @@ def _set_environment() -> None:
 
 
 def _patch_torch() -> None:
+    from megatron_fp8.cpu.accelerator import patch_accelerator
     from megatron_fp8.cpu.autocast import patch_autocast
     from megatron_fp8.cpu.classes import patch_classes
     from megatron_fp8.cpu.collectives import patch_collectives
@@ -100,6 +101,7 @@ def _patch_torch() -> None:
     from megatron_fp8.cpu.triton_stub import install_triton
 
     patch_cuda()
+    patch_accelerator()
     patch_autocast()
     patch_factories(current_device)
     patch_classes()

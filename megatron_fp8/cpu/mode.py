@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_fp8.cpu import streams
-from megatron_fp8.cpu.cuda import device_count
 from megatron_fp8.cpu.factories import ON_CUDA, is_cuda_device
 
 
@@ -156,18 +155,6 @@ def _patch_questions() -> None:
         return torch.device("cuda", streams.current_device()) if default is ON_CUDA else default
 
     torch.get_default_device = get_default_device
-    accelerator: dict[str, Callable[..., Any]] = {
-        "is_available": lambda: True,
-        "current_accelerator": lambda check_available=False: torch.device("cuda"),  # noqa: ARG005
-        "device_count": device_count,
-        "current_device_index": streams.current_device,
-        "set_device_index": torch.cuda.set_device,
-        "synchronize": torch.cuda.synchronize,
-        "current_stream": streams.current_stream,
-        "set_stream": streams.set_stream,
-    }
-    for name, function in accelerator.items():
-        setattr(torch.accelerator, name, function)
 
 
 def _unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:
