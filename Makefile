@@ -32,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
 help: ## list these targets
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: train
 train: $(VENV_READY) $(QUICKSTART_READY) ## pretrain a small GPT on four ranks, FP8, in a few minutes (ARGS="section.key=value ...")
