@@ -12,20 +12,22 @@ from megatron_fp8.config.cli import parse_command_line
 from megatron_fp8.config.environment import variables
 from megatron_fp8.config.load import LoadedConfig, process_environment
 from megatron_fp8.data.check import check_data
+from megatron_fp8.faults.run_lock import Holds
 from megatron_fp8.parallel.environment import set_variables
 
 
 def main() -> None:
     """Parse, check, train."""
     started = time.monotonic()
-    command = parse_command_line(sys.argv[1:], process_environment(), check_data, choose_start, _plan)
+    holds = Holds()
+    command = parse_command_line(sys.argv[1:], process_environment(), check_data, choose_start, _plan, holds)
     set_variables(variables(command.config.parallel.environment))
     from megatron_fp8.faults.exit_codes import ExitCode
     from megatron_fp8.faults.report import run_reporting
     from megatron_fp8.parallel.start import global_rank
     from megatron_fp8.train.job import run_job
 
-    job = partial(run_job, command.config, command.vocab_size, command.start, started, command.quiet)
+    job = partial(run_job, command.config, command.vocab_size, command.start, holds, started, command.quiet)
     if run_reporting(job, global_rank()).stopped is not None:
         sys.exit(ExitCode.STOPPED)
 

@@ -30,6 +30,7 @@ from megatron_fp8.checkpoint.manifest import (
     write_manifest,
     write_whole,
 )
+from megatron_fp8.checkpoint.reading import to_be_removed
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _WHOLE = re.compile(r"iter_(\d{7,18})", re.ASCII)
@@ -123,7 +124,8 @@ class CheckpointDirectory:
     def prune(self, keep_last: int | None, retain_interval: int | None) -> list[int]:
         """Remove checkpoints but the newest `keep_last` and those of multiples of `retain_interval`; returns which.
 
-        `keep_last` None: all stay. The latest whole one stays always, and so does what is newer.
+        `keep_last` None: all stay. The latest whole one stays always, and so does what is newer. One that another job
+        reads stays for this time.
         """
         if keep_last is None:
             return []
@@ -131,10 +133,13 @@ class CheckpointDirectory:
         for iteration in self.iterations()[: -max(keep_last, 1)]:
             if iteration == self.latest() or (retain_interval and iteration % retain_interval == 0):
                 continue
-            # First out of sight, so that a half removed one is never taken for a checkpoint.
-            doomed = self.root / f".iter_{iteration:07d}.removed"
-            _remove(doomed)
-            self.path(iteration).rename(doomed)
+            with to_be_removed(self.path(iteration)) as free:
+                if not free:
+                    continue
+                # First out of sight, so that a half removed one is never taken for a checkpoint.
+                doomed = self.root / f".iter_{iteration:07d}.removed"
+                _remove(doomed)
+                self.path(iteration).rename(doomed)
             _remove(doomed)
             removed.append(iteration)
         return removed

@@ -1,7 +1,8 @@
 """Owns the choice of what a run starts from: nothing, its own latest checkpoint, or somebody else's.
 
-Files are looked at, none is changed; contents are verified later, by all ranks together. A path that holds no
-checkpoint is a mistake, never a reason to start from random weights. Imports no torch.
+Files are looked at, none is changed; contents are verified later, by all ranks together. Who acts on the choice
+holds the run's directory, or the other run's checkpoint, from before it is looked at; who only looks holds nothing. A
+path that holds no checkpoint is a mistake, never a reason to start from random weights. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,55 +13,99 @@ from pathlib import Path
 from megatron_fp8.checkpoint.directory import TRACKER, CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, damage, read_manifest
 from megatron_fp8.config.problem import ConfigError, Problem
+from megatron_fp8.config.rundir import reopen_run_directory
 from megatron_fp8.config.schema import Config
-from megatron_fp8.config.start import START, Position, Resume, Start
+from megatron_fp8.config.start import START, Holds, Position, Resume, Start
 
 CHECKPOINTS = "checkpoints"
+_MOST_DAMAGE_SHOWN = 4
 
 
-def choose_start(config: Config, resume: Resume | None) -> Start:
-    """What a run of `config` starts from. Raises ConfigError with the reason and what to use instead."""
+def choose_start(config: Config, resume: Resume | None, holds: Holds | None = None) -> Start:
+    """What a run of `config` starts from. Raises ConfigError with the reason and what to use instead.
+
+    `holds`: keeps what is chosen as it is; None: for who only wants to know. Raises BadInputError as that does.
+    """
     settings = config.checkpoint
     if resume is not None and settings.load is not None:
         reason = "--resume continues the run's own checkpoints"
         raise _mistake("checkpoint.load", settings.load, reason, "one of the two")
-    if resume is not None:
-        return _resume(config, resume)
-    if settings.load is None:
-        if settings.ckpt_step is not None:
-            reason = "there is nothing to load: neither checkpoint.load nor --resume is given"
-            raise _mistake("checkpoint.ckpt_step", settings.ckpt_step, reason, "--resume, or leave the key out")
-        return Start()
-    directory = _find_directory(Path(settings.load))
-    if isinstance(directory, CheckpointDirectory):
-        checkpoint = _pick(directory, settings.ckpt_step, "checkpoint.load", settings.load)
-    else:
-        checkpoint = directory
-        _require_whole(checkpoint, "checkpoint.load", settings.load, None)
+    try:
+        if resume is not None:
+            return _resume(config, resume, holds)
+        if settings.load is not None:
+            return _load(Path(settings.load), config, holds)
+    except OSError as error:
+        key, value = ("run.root", config.run.root) if resume is not None else ("checkpoint.load", settings.load)
+        reason = f"{error.filename or value} cannot be used: {error.strerror}"
+        raise _mistake(
+            key, value, reason, "a path that this process may read, and write to where a run goes on"
+        ) from error
+    if settings.ckpt_step is not None:
+        reason = "there is nothing to load: neither checkpoint.load nor --resume is given"
+        raise _mistake("checkpoint.ckpt_step", settings.ckpt_step, reason, "--resume, or leave the key out")
+    return Start()
+
+
+def _load(path: Path, config: Config, holds: Holds | None) -> Start:
+    settings = config.checkpoint
+    while True:
+        found = _find_directory(path)
+        directory = found if isinstance(found, CheckpointDirectory) else None
+        if isinstance(found, CheckpointDirectory):
+            checkpoint = _pick(found, settings.ckpt_step, "checkpoint.load", str(path))
+        else:
+            checkpoint = found
+        # Gone: the run that it belongs to has removed it and has a newer one.
+        if holds is None or holds.checkpoint(checkpoint):
+            break
+    _require_whole(checkpoint, "checkpoint.load", str(path), directory)
     return start_from(Start(weights_only=settings.load_weights_only), checkpoint)
 
 
-def _resume(config: Config, resume: Resume) -> Start:
+def _resume(config: Config, resume: Resume, holds: Holds | None) -> Start:
     run_directory = Path(config.run.root) / config.run.name
+    exists = run_directory.is_dir()
+    if exists and holds is not None:
+        holds.run(reopen_run_directory(run_directory))
     directory = CheckpointDirectory(run_directory / CHECKPOINTS)
-    if not directory.iterations():
+    iterations = directory.iterations()
+    if not iterations:
         if resume == "auto":
-            exists = run_directory.is_dir()
             note = f"no checkpoint in {directory.root}: starting from the initial weights"
             return Start(run_directory=run_directory if exists else None, may_fall_back=True, notes=(note,))
         reason = f"there is no checkpoint in {directory.root}, and --resume never starts from initial weights"
         raise _mistake("run.name", config.run.name, reason, "the name of a run that has one; or leave --resume out")
     if resume == "latest":
         checkpoint = _pick(directory, config.checkpoint.ckpt_step, "run.name", config.run.name)
-        return start_from(Start(run_directory), checkpoint)
-    newest = directory.newest_whole(contents=False)
-    if newest is None:
-        reason = f"every checkpoint in {directory.root} is damaged"
+        _require_whole(checkpoint, "run.name", config.run.name, directory)
+        return start_from(Start(run_directory, newest=iterations[-1]), checkpoint)
+    newest, notes = _newest_whole(directory, config)
+    start = Start(run_directory, may_fall_back=True, newest=iterations[-1], notes=tuple(notes))
+    return start_from(start, directory.path(newest))
+
+
+def _newest_whole(directory: CheckpointDirectory, config: Config) -> tuple[int, list[str]]:
+    """The newest whole iteration as far as sizes tell, and what a person should know of those that are passed over."""
+    damaged: list[str] = []
+    for iteration in reversed(directory.iterations()):
+        problems = list(damage(directory.path(iteration), contents=False))
+        if not problems:
+            break
+        damaged += _first(problems)
+    else:
+        reason = f"every checkpoint in {directory.root} is damaged: {'; '.join(_first(damaged))}"
         raise _mistake("run.name", config.run.name, reason, "a copy of one, as checkpoint.load")
     notes = []
-    if newest != directory.iterations()[-1] or newest != _tracked(directory):
-        notes.append(f"taking iteration {newest}, the newest whole checkpoint; {TRACKER} says {_tracked(directory)}")
-    return start_from(Start(run_directory, may_fall_back=True, notes=tuple(notes)), directory.path(newest))
+    if damaged or iteration != _tracked(directory):
+        taken = f"taking iteration {iteration}, the newest whole checkpoint; {TRACKER} says {_tracked(directory)}"
+        notes.append("; ".join([taken, *damaged]))
+    return iteration, notes
+
+
+def _first(problems: list[str]) -> list[str]:
+    more = len(problems) - _MOST_DAMAGE_SHOWN
+    return [*problems[:_MOST_DAMAGE_SHOWN], *([f"and {more} more"] if more > 0 else [])]
 
 
 def start_from(start: Start, checkpoint: Path) -> Start:
@@ -94,22 +139,23 @@ def _find_directory(path: Path) -> CheckpointDirectory | Path:
 
 
 def _pick(directory: CheckpointDirectory, step: int | None, key: str, value: str) -> Path:
-    """The checkpoint of iteration `step`, or the latest; it must be whole as far as sizes tell."""
-    iterations = directory.iterations()
+    """The checkpoint of iteration `step`, or the latest."""
     if step is None:
         try:
             step = directory.latest()
+            # A run that goes on names a newer one, and may have removed this one meanwhile.
+            while step is not None and not directory.path(step).is_dir() and step != directory.latest():
+                step = directory.latest()
         except CheckpointError as error:
             raise _mistake(key, value, str(error), _other_choice(directory, None)) from error
         if step is None:
             reason = f"{directory.root / TRACKER} is missing"
             raise _mistake(key, value, reason, _other_choice(directory, None))
-    if step not in iterations:
+    if not directory.path(step).is_dir():
+        iterations = directory.iterations()
         reason = f"there is no checkpoint of iteration {step} in {directory.root}; there are {iterations}"
         raise _mistake("checkpoint.ckpt_step", step, reason, f"checkpoint.ckpt_step={iterations[-1]}")
-    checkpoint = directory.path(step)
-    _require_whole(checkpoint, key, value, directory)
-    return checkpoint
+    return directory.path(step)
 
 
 def _require_whole(checkpoint: Path, key: str, value: str, directory: CheckpointDirectory | None) -> None:

@@ -50,6 +50,19 @@ def all_or_none(device: torch.device) -> Iterator[None]:
     raise CheckpointError(found) from error
 
 
+def as_rank_0_says(config: Config, start: Start) -> tuple[Config, Start]:
+    """Rank 0's config and start on every rank: it alone has chosen, under the run's lock. Collective."""
+    said: list[Any] = [config, start]
+    torch.distributed.broadcast_object_list(said, src=0)
+    return said[0], said[1]
+
+
+def after_all(action: Callable[[], None]) -> None:
+    """Do something once every rank has come here: rank 0 holds what all of them read. Collective."""
+    torch.distributed.barrier()
+    action()
+
+
 def whole_start(start: Start, config: Config) -> tuple[Start, list[str]]:
     """`start` with a checkpoint whose every byte is as written, and what a person should know. Collective.
 
@@ -64,7 +77,7 @@ def whole_start(start: Start, config: Config) -> tuple[Start, list[str]]:
         found = f"the checkpoint is damaged: {'; '.join(problems)}"
         directory = CheckpointDirectory(start.checkpoint.parent)
         iteration = directory.iteration(start.checkpoint)
-        older = directory.newest_whole(before=iteration, contents=False) if iteration is not None else None
+        older = _older_on_rank_0(directory, iteration) if iteration is not None else None
         if not start.may_fall_back:
             use = f"checkpoint.ckpt_step={older}, or --resume=auto" if older is not None else "another checkpoint"
             raise BadInputError(f"{found}\n    use: {use}")
@@ -77,6 +90,14 @@ def whole_start(start: Start, config: Config) -> tuple[Start, list[str]]:
             raise BadInputError(f"{found}\n    steps had another size before iteration {iteration}\n    use: {use}")
         start = chosen
     return start, notes
+
+
+def _older_on_rank_0(directory: CheckpointDirectory, iteration: int) -> int | None:
+    older: list[int | None] = [None]
+    if torch.distributed.get_rank() == 0:
+        older = [directory.newest_whole(before=iteration, contents=False)]
+    torch.distributed.broadcast_object_list(older, src=0)
+    return older[0]
 
 
 def _length_by_samples(config: Config, start: Start) -> int | None:

@@ -22,16 +22,17 @@ from megatron_fp8.config.continuation import compare_with_saved
 from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.environment import KEY as ENVIRONMENT
 from megatron_fp8.config.environment import overruled
+from megatron_fp8.config.launcher import foreign_tasks
 from megatron_fp8.config.layout import Layout, derive_layout
-from megatron_fp8.config.length import resolve_length
+from megatron_fp8.config.length import LENGTH_KEYS, resolve_length
 from megatron_fp8.config.load import LoadedConfig, load_config
-from megatron_fp8.config.problem import ConfigError, Problem
+from megatron_fp8.config.problem import BadInputError, ConfigError, Problem
 from megatron_fp8.config.rules_logging import MODE as WANDB_MODE
 from megatron_fp8.config.rules_logging import login_problem
-from megatron_fp8.config.rundir import reopen_run_directory, resolve_run_directory
+from megatron_fp8.config.rundir import make_run_directory_for_all, reopen_run_directory, resolve_run_directory
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.secret_texts import secret_problems
-from megatron_fp8.config.start import Resume, Start
+from megatron_fp8.config.start import Holds, Resume, Start
 from megatron_fp8.config.summary import describe_world_sizes, summarize
 from megatron_fp8.config.warn import config_warnings
 
@@ -40,7 +41,8 @@ EXIT_CODE_OF_A_MISTAKE = 2
 SECONDS_FOR_THE_SPEAKER = 10.0
 
 DataCheck = Callable[[Config], DataReport]
-StartChoice = Callable[[Config, Resume | None], Start]
+StartChoice = Callable[[Config, Resume | None, Holds | None], Start]
+ChosenStart = Callable[[], Start]
 Planner = Callable[[LoadedConfig, int | None], str]
 
 
@@ -49,8 +51,9 @@ class Command:
     """A command line that was understood and found right.
 
     `origins`: where each dotted key's value comes from. `vocab_size`: tokens of the tokenizer, before padding.
-    `start`: what the run starts from. `data_notes`: what a check should say about the files of data. `quiet`: whether
-    the console is to show warnings and errors alone.
+    `start`: what the run starts from. Where that is a checkpoint, rank 0 alone chooses it, and the others have to be
+    told, also of its config: the length may depend on the choice. `data_notes`: what a check should say about the files
+    of data. `quiet`: whether the console is to show warnings and errors alone.
     """
 
     config: Config
@@ -61,26 +64,35 @@ class Command:
     quiet: bool = False
 
 
+# A command and its layout, None without a world size.
+Checked = tuple[Command, Layout | None]
+
+
 def parse_command_line(
     argv: Sequence[str],
     environ: Mapping[str, str],
     check_data: DataCheck,
     choose_start: StartChoice,
     describe_plan: Planner,
+    holds: Holds | None = None,
 ) -> Command:
     """The checked config that `argv` (without the program's name) asks to train with.
 
     `environ`: `RANK` and `WORLD_SIZE` as torchrun sets them; rank 0 writes messages, to standard error.
     `check_data` opens the config's files, `choose_start` looks for checkpoints, `describe_plan` says what a config
-    takes on so many ranks (None: on the fewest that fit).
+    takes on so many ranks (None: on the fewest that fit). `holds`: what a run keeps from being changed by others from
+    the choice on; `--check` holds nothing.
     Ends the process: with code 0 after `--help`, `--print-config`, `--plan` and
     `--check`, with code 2 after any mistake.
     """
-    speaker = _Speaker(environ)
+    tasks = foreign_tasks(environ)
+    speaker = _Speaker(environ if tasks is None else {**environ, "RANK": str(tasks.rank)})
     try:
         arguments = _parse(argv)
         if arguments.help:
             speaker.end_with_answer(make_parser().format_help())
+        if tasks is not None and not (arguments.check or arguments.plan or arguments.print_config):
+            raise UsageError(tasks.text)
         world_size = _world_size(arguments, environ)
         loaded = load_config(arguments.config, arguments.overrides)
         if arguments.print_config:
@@ -91,21 +103,40 @@ def parse_command_line(
         if arguments.plan:
             speaker.end_with_answer(describe_plan(loaded, world_size))
         login = login_problem(loaded.config, environ, loaded.origins[WANDB_MODE])
-        start = partial(choose_start, loaded.config, arguments.resume)
         of_environment = [*([login] if login else []), *secret_problems(loaded.config, environ, loaded.origins)]
-        command, layout = _check(loaded, world_size, check_data, start, of_environment)
-    except (UsageError, ConfigError) as error:
+        look = partial(choose_start, loaded.config, arguments.resume)
+        check = partial(_check, loaded, world_size, check_data, of_environment)
+        from_checkpoint = arguments.resume is not None or loaded.config.checkpoint.load is not None
+        if arguments.check or not from_checkpoint:
+            command, layout = check(partial(look, None))
+        elif speaker.speaks:
+            command, layout = _claimed(partial(check, partial(look, holds)), holds)
+        else:
+            command, layout = check(None)
+    except (UsageError, BadInputError) as error:
         speaker.end_with_mistake(str(error))
+    _warn(speaker, command, environ, layout)
+    if arguments.check:
+        speaker.end_with_answer(_what_would_run(command, layout))
+    return replace(command, quiet=arguments.quiet)
+
+
+def _warn(speaker: _Speaker, command: Command, environ: Mapping[str, str], layout: Layout | None) -> None:
     for warning in config_warnings(LoadedConfig(command.config, command.origins), layout):
         speaker.warn(str(warning))
     for conflict in overruled(command.config.parallel, environ, command.origins[ENVIRONMENT]):
         speaker.warn(str(conflict))
     for note in command.start.notes:
         speaker.warn(note)
-    if arguments.check:
-        summary = describe_world_sizes(command.config) if layout is None else summarize(command.config, layout)
-        speaker.end_with_answer("\n".join([summary, *(f"  data       {note}" for note in command.data_notes), ""]))
-    return replace(command, quiet=arguments.quiet)
+
+
+def _what_would_run(command: Command, layout: Layout | None) -> str:
+    config, start = command.config, command.start
+    lines = [describe_world_sizes(config) if layout is None else summarize(config, layout)]
+    lines += [f"  data       {note}" for note in command.data_notes]
+    if start.is_finished(config.training.train_iters):
+        lines.append(f"  start      {start.finished(config.training.train_iters)}")
+    return "\n".join([*lines, ""])
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -146,16 +177,21 @@ def _check(
     loaded: LoadedConfig,
     world_size: int | None,
     check_data: DataCheck,
-    choose_start: Callable[[], Start],
     of_environment: Sequence[Problem],
-) -> tuple[Command, Layout | None]:
-    """The command and its layout (None without a world size). Raises ConfigError with every mistake."""
+    choose_start: ChosenStart | None,
+) -> Checked:
+    """The command and its layout (None without a world size). Raises ConfigError with every mistake.
+
+    `choose_start` None: another rank chooses, and judges what depends on the choice.
+    """
     report = check_data(loaded.config)
-    start, mistakes_of_start = _chosen(choose_start)
+    start, mistakes_of_start = _chosen(choose_start) if choose_start is not None else (Start(), [])
     loaded, problems = resolve_length(loaded, report.epoch_samples, start.position)
     problems += check_config(loaded, world_size, report.vocab_size, start.position)
+    if choose_start is None:
+        problems = [problem for problem in problems if problem.key not in LENGTH_KEYS]
     problems += [*report.problems, *of_environment, *mistakes_of_start]
-    if not mistakes_of_start:
+    if choose_start is not None and not mistakes_of_start:
         start, mistakes_of_start = _ready(loaded.config, start)
         problems += mistakes_of_start
     problems = [_with_origin(problem, loaded) for problem in problems]
@@ -168,7 +204,18 @@ def _check(
     return command, layout
 
 
-def _chosen(choose_start: Callable[[], Start]) -> tuple[Start, list[Problem]]:
+def _claimed(check: Callable[[], Checked], holds: Holds | None) -> Checked:
+    """What `check` gives once this process holds the directory of the run that it continues, or begins for another."""
+    command, layout = check()
+    start = command.start
+    if holds is None or start.run_directory is not None or start.checkpoint is not None:
+        return command, layout
+    # Of several jobs that find no directory one begins the run; the others wait, and find what it has left.
+    make_run_directory_for_all(command.config)
+    return check()
+
+
+def _chosen(choose_start: ChosenStart) -> tuple[Start, list[Problem]]:
     """What the run starts from, or what is wrong with that."""
     try:
         return choose_start(), []
@@ -204,19 +251,19 @@ class _Speaker:
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._speaks = environ.get("RANK", "0") == "0"
-        self._first_elsewhere = not self._speaks and environ.get("LOCAL_RANK") == "0"
+        self.speaks = environ.get("RANK", "0") == "0"
+        self._first_elsewhere = not self.speaks and environ.get("LOCAL_RANK") == "0"
         self._error_file = environ.get("TORCHELASTIC_ERROR_FILE")
 
     def answer(self, text: str) -> None:
         """Write what was asked for to standard output."""
-        if self._speaks:
+        if self.speaks:
             sys.stdout.write(text)
             sys.stdout.flush()
 
     def warn(self, warning: str) -> None:
         """Write a warning to standard error."""
-        if self._speaks:
+        if self.speaks:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
 
     def end_with_answer(self, text: str) -> NoReturn:
@@ -226,7 +273,7 @@ class _Speaker:
 
     def end_with_mistake(self, text: str) -> NoReturn:
         """Say what is wrong and end with code 2."""
-        if self._speaks:
+        if self.speaks:
             print(text, file=sys.stderr, flush=True)
         elif self._first_elsewhere and self._error_file:
             extra = {"py_callstack": text, "timestamp": str(int(time.time()))}

@@ -13,6 +13,8 @@ from megatron_fp8.config.schema import TrainingConfig
 from megatron_fp8.config.start import START, Position
 
 TRAIN_ITERS = "training.train_iters"
+# What is wrong with their values may depend on where a run goes on.
+LENGTH_KEYS = (TRAIN_ITERS, "training.train_samples", "training.train_epochs")
 
 
 def samples_needed(training: TrainingConfig, position: Position) -> int:

@@ -57,15 +57,30 @@ def create_run_directory(config: Config) -> Path:
     """
     while True:
         directory = resolve_run_directory(config)
-        try:
-            directory.mkdir(parents=True)
-        except FileExistsError:  # another job was faster: ask for the name again
-            continue
-        except OSError as error:
-            reason = f"{directory} cannot be made: {error.strerror}"
-            problem = Problem("run.root", config.run.root, reason, "a directory of your own")
-            raise ConfigError.from_problems([problem]) from error
-        return directory
+        if _make(directory, config):
+            return directory
+        # Another job was faster: ask for the name again.
+
+
+def make_run_directory_for_all(config: Config) -> None:
+    """Make `root/name` for a run that is begun or continued, whichever of several jobs makes it: they take turns.
+
+    Raises ConfigError where it cannot be made.
+    """
+    _make(Path(config.run.root) / config.run.name, config)
+
+
+def _make(directory: Path, config: Config) -> bool:
+    """Make a run's directory; False: it exists."""
+    try:
+        directory.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        reason = f"{directory} cannot be made: {error.strerror}"
+        problem = Problem("run.root", config.run.root, reason, "a directory of your own")
+        raise ConfigError.from_problems([problem]) from error
+    return True
 
 
 def candidates(root: Path, name: str) -> itertools.chain[Path]:

@@ -1,5 +1,7 @@
 """Owns that one job at a time writes into a run's directory: a lock of the system, which goes with the process.
 
+A job takes it before it looks for the checkpoint to go on from: what it chose is then still the newest when it goes on.
+
 A second job of the same name, started by mistake or by a scheduler that takes the first for dead, would otherwise sweep
 away the checkpoint that the first one is writing, and both would write one record. Imports no torch.
 """
@@ -10,9 +12,11 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TextIO
 
+from megatron_fp8.checkpoint.reading import kept
 from megatron_fp8.config.problem import BadInputError
 
 LOCK = ".lock"
@@ -29,18 +33,60 @@ def locked_run(directory: Path, seconds_to_wait: float = SECONDS_TO_WAIT) -> Ite
     """
     with (directory / LOCK).open("a+", encoding="utf-8") as file:
         ends = time.monotonic() + seconds_to_wait
+        told = False
         while not _taken(file.fileno(), directory):
-            if time.monotonic() >= ends:
-                file.seek(0)
+            if told and time.monotonic() >= ends:
                 raise BadInputError(
-                    f"{directory} is in use by {file.read().strip() or 'another process'}: it would be written by two "
+                    f"{directory} is in use by {_holder(file)}: it would be written by two "
                     "jobs\n    use: another run.name, or end that job first"
                 )
+            if not told:
+                waits = f"waiting {seconds_to_wait:g} s for its end"
+                print(f"warning: {directory} is in use by {_holder(file)}: {waits}", file=sys.stderr, flush=True)
+                told = True
             time.sleep(_SECONDS_BETWEEN_TRIES)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         file.flush()
         yield
+
+
+class Holds:
+    """What this process lets nobody else write or remove, until it lets go or ends.
+
+    `seconds_to_wait`: for a job that writes into the run's directory.
+    """
+
+    def __init__(self, seconds_to_wait: float = SECONDS_TO_WAIT) -> None:
+        self._seconds_to_wait = seconds_to_wait
+        self._run: Path | None = None
+        self._of_run, self._of_checkpoint = ExitStack(), ExitStack()
+
+    def run(self, directory: Path) -> None:
+        """Let no other job write into a run's directory. Raises BadInputError where one does and goes on doing so."""
+        if self._run != directory:
+            self._of_run.enter_context(locked_run(directory, self._seconds_to_wait))
+            self._run = directory
+
+    def checkpoint(self, path: Path) -> bool:
+        """Let no job remove a checkpoint, and let go of another one; False: it is gone already."""
+        self.let_checkpoint_go()
+        return self._of_checkpoint.enter_context(kept(path))
+
+    def let_checkpoint_go(self) -> None:
+        """The checkpoint has been read."""
+        self._of_checkpoint.close()
+
+    def let_go(self) -> None:
+        """Let go of everything."""
+        self.let_checkpoint_go()
+        self._of_run.close()
+        self._run = None
+
+
+def _holder(file: TextIO) -> str:
+    file.seek(0)
+    return file.read().strip() or "another process"
 
 
 def _taken(descriptor: int, directory: Path) -> bool:

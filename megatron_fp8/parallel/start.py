@@ -11,6 +11,8 @@ import psutil
 import torch
 import torch.distributed
 
+from megatron_fp8.config.launcher import foreign_tasks
+from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.parallel.rendezvous import ConnectError, store_of_this_start
 
 
@@ -27,12 +29,16 @@ def global_rank() -> int:
 def init_process_group(backend: str, timeout_minutes: float) -> None:
     """Connect the ranks; `timeout_minutes` bounds the start and every collective.
 
-    Without a launcher the process is a world of one and needs neither address nor port.
+    Without a launcher the process is a world of one and needs neither address nor port. Raises BadInputError where
+    several tasks of a launcher that is not torchrun would each be such a world.
     """
     timeout = timedelta(minutes=timeout_minutes)
     if "RANK" in os.environ:
         _connect(backend, timeout)
         return
+    tasks = foreign_tasks(os.environ)
+    if tasks is not None:
+        raise BadInputError(tasks.text)
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 

@@ -21,12 +21,13 @@ from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.formats import describe_formats, linear_layers_in_fp8
 from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.load import process_environment
+from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.rundir import create_run_directory
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.secret_texts import secret_values
 from megatron_fp8.config.start import Start
 from megatron_fp8.faults.lost_rank import explaining_lost_ranks
-from megatron_fp8.faults.run_lock import locked_run
+from megatron_fp8.faults.run_lock import LOCK, Holds
 from megatron_fp8.parallel.start import init_process_group
 from megatron_fp8.precision.chart.chart import format_chart, precision_chart
 from megatron_fp8.report.code_version import code_version
@@ -51,10 +52,13 @@ class JobSummary:
     stopped: str | None
 
 
-def run_job(config: Config, vocab_size: int, start: Start, started: float, quiet: bool = False) -> JobSummary:
+def run_job(
+    config: Config, vocab_size: int, start: Start, holds: Holds, started: float, quiet: bool = False
+) -> JobSummary:
     """Train as `config`, already checked, says; `vocab_size` is that of the tokenizer, before padding.
 
-    `start`: what the run starts from. `started`: when the program started, on the monotonic clock in seconds.
+    `start`: what the run starts from; on rank 0 that counts, and so does its config. `holds`: what rank 0 has kept from
+    being changed since it chose. `started`: when the program started, on the monotonic clock in seconds.
     `quiet`: the console shows warnings and errors alone.
 
     Every rank of the job calls this. Raises what the parts raise; `run_directory` is None on ranks that write none.
@@ -62,7 +66,7 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float, quiet
     device = devices.prepare()
     hide_meaningless_warnings(device.emulated)
     # They look for CUDA when imported.
-    from megatron_fp8.checkpoint.together import whole_start
+    from megatron_fp8.checkpoint.together import after_all, as_rank_0_says, whole_start
     from megatron_fp8.data.dataset import build_datasets
     from megatron_fp8.data.tokenizer import Tokenizer
     from megatron_fp8.train.interval import IntervalLoss
@@ -73,11 +77,14 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float, quiet
     from megatron_fp8.train.setup import build_parts
 
     init_process_group(device.backend(config.parallel.distributed_backend), config.parallel.distributed_timeout_minutes)
+    config, start = as_rank_0_says(config, start)
     warn_of_unmet_needs(config, device, process_environment(), torch.distributed.get_rank())
     layout = derive_layout(config, torch.distributed.get_world_size(), vocab_size)
     start, notes = whole_start(start, config)
+    if start.is_finished(config.training.train_iters):
+        return _nothing_left(config, start, started)
     with ExitStack() as stack:
-        run_directory, recorder = _open_run(config, start, quiet, stack)
+        run_directory, recorder = _open_run(config, start, holds, quiet)
         if run_directory is not None:
             # When the record is closed, whatever ended the run.
             stack.callback(report_at_end, run_directory)
@@ -96,21 +103,17 @@ def run_job(config: Config, vocab_size: int, start: Start, started: float, quiet
         if start.checkpoint is not None:
             interval = IntervalLoss(device.torch_device)
             progress, lost = parts.checkpointer.load(start.checkpoint, interval, start.weights_only)
+            after_all(holds.let_checkpoint_go)
             recorder.write("resume", _resumed(start, progress.state.iteration, [*notes, *lost]))
-        reopen_record = partial(_reopen_record, config, run_directory, recorder, quiet)
-        result = train_to_the_end(parts, datasets, started, progress, datasets_from, reopen_record)
+        reopen = partial(_reopen_record, config, run_directory, recorder, quiet)
+        result = train_to_the_end(parts, datasets, started, progress, datasets_from, reopen)
     # Not after an exception: other ranks may still be in a collective, for which this would wait.
     torch.distributed.destroy_process_group()
-    return JobSummary(
-        run_directory,
-        result.first_validation_loss,
-        result.last_validation_loss,
-        time.monotonic() - started,
-        result.stopped,
-    )
+    losses = result.first_validation_loss, result.last_validation_loss
+    return JobSummary(run_directory, *losses, time.monotonic() - started, result.stopped)
 
 
-def _open_run(config: Config, start: Start, quiet: bool, stack: ExitStack) -> tuple[Path | None, Recorder]:
+def _open_run(config: Config, start: Start, holds: Holds, quiet: bool) -> tuple[Path | None, Recorder]:
     if torch.distributed.get_rank() != 0:
         return None, Recorder([])
     run_directory = start.run_directory
@@ -118,7 +121,8 @@ def _open_run(config: Config, start: Start, quiet: bool, stack: ExitStack) -> tu
     goes_on_from = None
     if run_directory is None:
         run_directory = create_run_directory(config)
-    stack.enter_context(locked_run(run_directory))
+    holds.run(run_directory)
+    _require_as_chosen(start, run_directory)
     if start.run_directory is not None:
         checkpoints = CheckpointDirectory(run_directory / CHECKPOINTS)
         checkpoints.sweep()
@@ -131,6 +135,26 @@ def _open_run(config: Config, start: Start, quiet: bool, stack: ExitStack) -> tu
     (run_directory / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     sinks = _sinks(config, run_directory, quiet, goes_on_from)
     return run_directory, Recorder(sinks, secret_values(process_environment()))
+
+
+def _require_as_chosen(start: Start, run_directory: Path) -> None:
+    """Nothing in the directory is newer than the choice. The lock sees to that, where the disk has locks."""
+    known = -1 if start.newest is None else start.newest
+    newer = [i for i in CheckpointDirectory(run_directory / CHECKPOINTS).iterations() if i > known]
+    begun = start.run_directory is None and any(path.name != LOCK for path in run_directory.iterdir())
+    if newer or begun:
+        what = f"has written iteration {newer[-1]}" if newer else "has begun a run"
+        raise BadInputError(
+            f"another job {what} in {run_directory} since this one looked for a checkpoint\n    use: --resume=auto"
+        )
+
+
+def _nothing_left(config: Config, start: Start, started: float) -> JobSummary:
+    """The end of a job whose run has been finished before."""
+    if torch.distributed.get_rank() == 0:
+        print(start.finished(config.training.train_iters), flush=True)
+    torch.distributed.destroy_process_group()
+    return JobSummary(start.run_directory, None, None, time.monotonic() - started, None)
 
 
 def _sinks(config: Config, run_directory: Path, quiet: bool, goes_on_from: int | None) -> list[Sink]:

@@ -15,6 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         f"{PACKAGE}.checkpoint.manifest",
         f"{PACKAGE}.checkpoint.directory",
         f"{PACKAGE}.checkpoint.plain_index",
+        f"{PACKAGE}.checkpoint.reading",
         f"{PACKAGE}.checkpoint.saved_model",
         f"{PACKAGE}.checkpoint.start",
         f"{PACKAGE}.precision.policy",

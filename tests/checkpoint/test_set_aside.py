@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import Manifest, write_sums
+from megatron_fp8.checkpoint.reading import kept
 
 
 def commit(directory: CheckpointDirectory, iteration: int, content: str) -> None:
@@ -35,3 +36,20 @@ def test_nothing_is_set_aside_after_the_latest(tmp_path: Path) -> None:
     commit(directory, 10, "only")
     assert directory.set_aside(after=10) == []
     assert directory.latest() == 10
+
+
+def test_what_another_job_reads_is_removed_only_when_it_has_been_read(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for iteration in (10, 20, 30):
+        commit(directory, iteration, "content")
+    with kept(directory.path(10)) as here, kept(directory.path(10)):
+        assert here
+        assert directory.prune(keep_last=1, retain_interval=None) == [20]
+        assert (directory.path(10) / "data").read_text(encoding="utf-8") == "content"
+    assert directory.prune(keep_last=1, retain_interval=None) == [10]
+    with kept(directory.path(10)) as here:
+        assert not here
+    # A directory that is no checkpoint has nothing to be kept; what is wrong with it is said elsewhere.
+    (tmp_path / "damaged").mkdir()
+    with kept(tmp_path / "damaged") as here:
+        assert here

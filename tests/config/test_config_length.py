@@ -76,7 +76,11 @@ def command_of(path: Path, *overrides: str, epoch_samples: int) -> Command:
     """What the command line makes of a config without a start to go on from."""
     report = DataReport(VOCAB_SIZE, (), epoch_samples, ("train: 1 file",))
     return parse_command_line(
-        [str(path), *overrides], {}, lambda config: report, lambda config, resume: Start(), lambda loaded, size: ""
+        [str(path), *overrides],
+        {},
+        lambda config: report,
+        lambda config, resume, holds: Start(),
+        lambda loaded, size: "",
     )
 
 

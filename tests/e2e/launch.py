@@ -16,7 +16,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ROOT / "pretrain.py"
 # What a launcher leaves behind, should the tests themselves run under one.
-_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "LOCAL_", "ROLE_", "MASTER_")
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "SLURM_", "OMPI_", "PMI", "MV2_")
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,15 @@ def write_signalled(directory: Path, signal: str) -> Path:
     return script
 
 
+def require_one_history(directory: Path) -> None:
+    """Every step once, in order; nothing set aside, and the tracker at the end."""
+    assert [record["iteration"] for record in events(directory, "train")] == list(range(1, TRAIN_ITERS + 1))
+    checkpoints = CheckpointDirectory(directory / "checkpoints")
+    assert checkpoints.latest() == TRAIN_ITERS
+    assert not list(checkpoints.root.glob("*.abandoned"))
+    assert len(events(directory, "end")) == 1
+
+
 @pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on_bit_by_bit(tiny: Tiny, tmp_path: Path) -> None:
     tiny.write_config(tmp_path, tp=2)
@@ -105,6 +114,11 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on_bit_by_bit(tiny: Tin
     assert list(damage(checkpoints.path(TRAIN_ITERS))) == []
     (resume,) = events(directory, "resume")
     assert (resume["iteration"], resume["notes"]) == (3, "")
+
+    again = torchrun(2, "tiny.yaml", *OVERRIDES, "--resume", cwd=tmp_path)
+    assert again.code == 0, again.output
+    assert again.stdout.count("runs/tiny is finished") == 1
+    require_one_history(directory)
 
 
 def one_rank(script: Path, *arguments: str, cwd: Path) -> Ended:
