@@ -179,11 +179,12 @@ class Stepper:
         trains = [chunk.training for chunk in self._chunks]
         for chunk in self._chunks:
             chunk.eval()
-        with self._precision.evaluation():
-            loss = self._forward_backward(iterators, shape, forward_only=True)
-        for chunk, trained in zip(self._chunks, trains, strict=True):
-            chunk.train(trained)
-        return loss
+        try:
+            with self._precision.evaluation():
+                return self._forward_backward(iterators, shape, forward_only=True)
+        finally:
+            for chunk, trained in zip(self._chunks, trains, strict=True):
+                chunk.train(trained)
 
     def _forward_backward(
         self, iterators: Sequence[Iterator[MicroBatch]], shape: BatchShape, forward_only: bool
