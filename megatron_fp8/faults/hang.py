@@ -3,7 +3,12 @@
 A rank that hangs holds up all others, each in a collective, so that to itself every rank looks alike. The one to name
 is, in this order: a rank whose process says nothing any more (stopped, or its interpreter is held); a rank that stands
 still and does not wait for others, of several those that are the least far; where all wait for each other, those that
-are the least far. Imports no torch.
+are the least far.
+
+A host runs ahead of its device. It waits in a collective or for a result, or, when it is so far ahead that the launch
+queue is full, in a launch, which is any line of the program. What tells it from a rank that stands still is the device:
+that of a culprit has done all that it was given, that of a rank which waits in a launch has not, and what keeps it is a
+collective that the culprit never entered. Imports no torch.
 """
 
 import json
@@ -37,7 +42,7 @@ class Status:
     `number`: of this message. `count`: of its heartbeat. `still_seconds`: for how long that has not grown. `since`: the
     same as local time of day. `late`: it is longer than the phase may take. `waits`: its main thread waits for others,
     looked at only when it stands still for long. `stacks`: of its threads, when it is late. `left`: its training is
-    over.
+    over. `device_works`: its device has not done all that it was given, looked at as `waits` is.
     """
 
     rank: int
@@ -53,6 +58,7 @@ class Status:
     waits: bool
     stacks: str
     left: bool = False
+    device_works: bool = False
 
     def to_json(self) -> str:
         """For the store."""
@@ -111,11 +117,11 @@ def find_hang(before: Sequence[Status], after: Sequence[Status], author: int) ->
     if any(new.count != old.count for old, new in pairs):
         return None
     statuses = [new for _, new in pairs]
-    busy = [status for status in statuses if not status.waits]
-    if any(not status.late for status in busy):
+    if any(not status.late and not status.waits for status in statuses):
         return None
-    if busy:
-        return _hang("still", _least_far(busy), author, "standing still without waiting for others")
+    still = [status for status in statuses if not status.waits and not status.device_works]
+    if still:
+        return _hang("still", _least_far(still), author, "standing still without waiting for others")
     return _hang("all wait", _least_far(statuses), author, "least far of all, which wait for each other")
 
 
@@ -131,7 +137,8 @@ def _hang(kind: str, culprits: Sequence[Status], author: int, how: str) -> Hang:
     lines = [f"the job hangs, held up by rank {numbers}{more}: {how}"]
     for status in culprits[:_MOST_STACKS]:
         how_long = "as it was last heard of" if kind == "silent" else f"{status.still_seconds:.0f} s"
-        lines.append(f"{status.place()} ({how_long})")
+        works = ", while its device has work left" if status.device_works else ""
+        lines.append(f"{status.place()} ({how_long}{works})")
         lines.append(status.stacks or "no stack: its process does not answer")
     return Hang(
         kind=kind,
