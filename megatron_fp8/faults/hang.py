@@ -1,14 +1,15 @@
 """Owns the verdict on a job that does not advance: which rank holds it up, from what all ranks say of themselves.
 
 A rank that hangs holds up all others, each in a collective, so that to itself every rank looks alike. The one to name
-is, in this order: a rank whose process says nothing any more (stopped, or its interpreter is held); a rank that stands
-still and does not wait for others, of several those that are the least far; where all wait for each other, those that
-are the least far.
+is, in this order: a rank that stands still and does not wait for others, of several those that are the least far; a
+rank whose process says nothing any more (stopped, or its interpreter is held); where all wait for each other, those
+that are the least far.
 
 A host runs ahead of its device. It waits in a collective or for a result, or, when it is so far ahead that the launch
-queue is full, in a launch, which is any line of the program. What tells it from a rank that stands still is the device:
-that of a culprit has done all that it was given, that of a rank which waits in a launch has not, and what keeps it is a
-collective that the culprit never entered. Imports no torch.
+queue is full, in a launch. That is any line of the program, and may hold the interpreter, so that the rank is silent:
+therefore a rank that stands still is named before one that says nothing. What tells a launch from standing still is the
+device: a culprit's has done all that it was given, that of a rank which waits in a launch has not, and what keeps it is
+a collective that the culprit never entered. Imports no torch.
 """
 
 import json
@@ -111,18 +112,18 @@ def find_hang(before: Sequence[Status], after: Sequence[Status], author: int) ->
     """
     pairs = [(old, new) for old, new in zip(before, after, strict=True) if not new.left]
     silent = [new for old, new in pairs if new.number == old.number]
+    speaking = [(old, new) for old, new in pairs if new.number != old.number]
+    busy = [new for _, new in speaking if not new.waits]
+    if any(new.count != old.count for old, new in speaking) or any(not new.late for new in busy):
+        return None
+    still = [new for new in busy if not new.device_works]
+    if still:
+        return _hang("still", _least_far(still), author, "standing still without waiting for others")
     if silent:
         how = "silent: its process is stopped or its interpreter held, or its machine is out of reach"
         return _hang("silent", silent, author, how)
-    if any(new.count != old.count for old, new in pairs):
-        return None
-    statuses = [new for _, new in pairs]
-    if any(not status.late and not status.waits for status in statuses):
-        return None
-    still = [status for status in statuses if not status.waits and not status.device_works]
-    if still:
-        return _hang("still", _least_far(still), author, "standing still without waiting for others")
-    return _hang("all wait", _least_far(statuses), author, "least far of all, which wait for each other")
+    least_far = _least_far([new for _, new in pairs])
+    return _hang("all wait", least_far, author, "least far of all, which wait for each other")
 
 
 def _least_far(statuses: Sequence[Status]) -> list[Status]:

@@ -86,6 +86,8 @@ class FullLaunchQueue:
 
     def launch(self):
         self.full = True
+        if way.endswith("interpreter held"):
+            holds_the_interpreter()
         waits_in_c()
 
     def is_idle(self):
@@ -149,9 +151,10 @@ def run_job(way: str, directory: Path, world_size: int = 2) -> Job:
     ]
     errors, codes = [""] * world_size, [0] * world_size
     try:
-        # The culprit is last; one that is stopped does not end by itself, its launcher kills it.
-        for rank, process in enumerate(ranks):
-            if rank == world_size - 1 and way in ("is_stopped", "holds_the_interpreter"):
+        # The culprit is last; one that is stopped does not end by itself, its launcher kills it, as one that is held.
+        mute = {"is_stopped": 1, "holds_the_interpreter": 1, "full launch queue, interpreter held": 0}.get(way)
+        for rank, process in sorted(enumerate(ranks), key=lambda item: item[0] == mute):
+            if rank == mute:
                 process.kill()
             errors[rank] = process.communicate(timeout=MOST_SECONDS)[1]
             codes[rank] = process.returncode
@@ -210,13 +213,18 @@ def test_the_rank_that_hangs_is_named_with_its_step_and_stack(way: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    "way", ["full launch queue, driver locked", pytest.param("full launch queue", marks=pytest.mark.slow)]
+    "way",
+    [
+        "full launch queue, driver locked",
+        pytest.param("full launch queue", marks=pytest.mark.slow),
+        pytest.param("full launch queue, interpreter held", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_stands_in_a_launch_is_not_named_beside_the_culprit(way: str, tmp_path: Path) -> None:
     """It is in no line that says so, in a phase as far as the culprit's, and has stood still as long."""
     job = run_job(way, tmp_path)
-    assert job.codes == [1, 1]
-    hang = job.hangs[0]
+    assert job.codes == [-signal.SIGKILL if way.endswith("held") else 1, 1]
+    hang = job.hangs[1]
     assert hang is not None, job.errors
     assert (hang.kind, hang.culprits, hang.iteration, hang.phase) == ("still", (1,), 4, Phase.DATA)
     assert "in sleeps_for_ever" in hang.text
@@ -290,6 +298,11 @@ def test_of_ranks_that_stand_in_some_line_the_one_whose_device_has_nothing_to_do
     before[culprit] = status(culprit, waits=False, phase=draw.choice(list(Phase)))
     after = [replace(each, number=each.number + 1) for each in before]
     hang = find_hang(before, after, 0)
+    assert hang is not None
+    assert (hang.kind, hang.culprits) == ("still", (culprit,))
+    # Some of those that wait in a launch hold their interpreter.
+    mute = [before[each.rank] if each.rank != culprit and draw.random() < 0.5 else each for each in after]
+    hang = find_hang(before, mute, 0)
     assert hang is not None
     assert (hang.kind, hang.culprits) == ("still", (culprit,))
     # A device that never ends keeps its own host waiting as well: then they say which have got least far.
