@@ -56,6 +56,13 @@ class Device:
         """Wait until the device has done what was asked of it."""
         torch.cuda.synchronize()
 
+    def is_idle(self) -> bool:
+        """Whether the device has done all that it was given in its default stream, where training computes.
+
+        Any thread may ask, whatever its current device is; it does not wait for the device.
+        """
+        return bool(torch.cuda.default_stream(self.torch_device if self.torch_device.type == "cuda" else None).query())
+
     def is_first_of_node(self) -> bool:
         """Whether this process is the first that the launcher started on its node."""
         return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -228,7 +228,7 @@ def _ready(config: Config, start: Start) -> tuple[Start, list[Problem]]:
     notes: list[str] = []
     problems: list[Problem] = []
     if start.saved_config is not None:
-        problems, notes = compare_with_saved(config, start.saved_config, start.weights_only)
+        problems, notes = compare_with_saved(config, start.saved_config, start.weights_only, start.position)
     try:
         if start.run_directory is None:
             resolve_run_directory(config)

@@ -1,9 +1,15 @@
 """Owns the verdict on a job that does not advance: which rank holds it up, from what all ranks say of themselves.
 
 A rank that hangs holds up all others, each in a collective, so that to itself every rank looks alike. The one to name
-is, in this order: a rank whose process says nothing any more (stopped, or its interpreter is held); a rank that stands
-still and does not wait for others, of several those that are the least far; where all wait for each other, those that
-are the least far. Imports no torch.
+is, in this order: a rank that stands still and does not wait for others, of several those that are the least far; a
+rank whose process says nothing any more (stopped, or its interpreter is held); where all wait for each other, those
+that are the least far.
+
+A host runs ahead of its device. It waits in a collective or for a result, or, when it is so far ahead that the launch
+queue is full, in a launch. That is any line of the program, and may hold the interpreter, so that the rank is silent:
+therefore a rank that stands still is named before one that says nothing. What tells a launch from standing still is the
+device: a culprit's has done all that it was given, that of a rank which waits in a launch has not, and what keeps it is
+a collective that the culprit never entered. Imports no torch.
 """
 
 import json
@@ -37,7 +43,7 @@ class Status:
     `number`: of this message. `count`: of its heartbeat. `still_seconds`: for how long that has not grown. `since`: the
     same as local time of day. `late`: it is longer than the phase may take. `waits`: its main thread waits for others,
     looked at only when it stands still for long. `stacks`: of its threads, when it is late. `left`: its training is
-    over.
+    over. `device_works`: its device has not done all that it was given, looked at as `waits` is.
     """
 
     rank: int
@@ -53,6 +59,7 @@ class Status:
     waits: bool
     stacks: str
     left: bool = False
+    device_works: bool = False
 
     def to_json(self) -> str:
         """For the store."""
@@ -105,18 +112,18 @@ def find_hang(before: Sequence[Status], after: Sequence[Status], author: int) ->
     """
     pairs = [(old, new) for old, new in zip(before, after, strict=True) if not new.left]
     silent = [new for old, new in pairs if new.number == old.number]
+    speaking = [(old, new) for old, new in pairs if new.number != old.number]
+    busy = [new for _, new in speaking if not new.waits]
+    if any(new.count != old.count for old, new in speaking) or any(not new.late for new in busy):
+        return None
+    still = [new for new in busy if not new.device_works]
+    if still:
+        return _hang("still", _least_far(still), author, "standing still without waiting for others")
     if silent:
         how = "silent: its process is stopped or its interpreter held, or its machine is out of reach"
         return _hang("silent", silent, author, how)
-    if any(new.count != old.count for old, new in pairs):
-        return None
-    statuses = [new for _, new in pairs]
-    busy = [status for status in statuses if not status.waits]
-    if any(not status.late for status in busy):
-        return None
-    if busy:
-        return _hang("still", _least_far(busy), author, "standing still without waiting for others")
-    return _hang("all wait", _least_far(statuses), author, "least far of all, which wait for each other")
+    least_far = _least_far([new for _, new in pairs])
+    return _hang("all wait", least_far, author, "least far of all, which wait for each other")
 
 
 def _least_far(statuses: Sequence[Status]) -> list[Status]:
@@ -131,7 +138,8 @@ def _hang(kind: str, culprits: Sequence[Status], author: int, how: str) -> Hang:
     lines = [f"the job hangs, held up by rank {numbers}{more}: {how}"]
     for status in culprits[:_MOST_STACKS]:
         how_long = "as it was last heard of" if kind == "silent" else f"{status.still_seconds:.0f} s"
-        lines.append(f"{status.place()} ({how_long})")
+        works = ", while its device has work left" if status.device_works else ""
+        lines.append(f"{status.place()} ({how_long}{works})")
         lines.append(status.stacks or "no stack: its process does not answer")
     return Hang(
         kind=kind,

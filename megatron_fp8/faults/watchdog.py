@@ -26,6 +26,7 @@ from types import TracebackType
 
 from torch.distributed import Store
 
+from megatron_fp8.faults.device_look import DeviceLook
 from megatron_fp8.faults.hang import Hang, HangError, Status, find_hang, without_store
 from megatron_fp8.faults.hang_board import HangBoard
 from megatron_fp8.faults.heartbeat import Heartbeat
@@ -63,7 +64,8 @@ class Limits:
 class Watchdog:
     """Watches this rank while it is entered, and ends the process when the job hangs.
 
-    `tell`: called on every rank with the hang, from a thread, before the process ends; cut off after some seconds.
+    `device_is_idle`: whether this rank's device has done all that it was given; called from a thread. `tell`: called on
+    every rank with the hang, from a thread, before the process ends; cut off after some seconds.
     """
 
     def __init__(
@@ -73,11 +75,13 @@ class Watchdog:
         rank: int,
         world_size: int,
         limits: Limits,
+        device_is_idle: Callable[[], bool],
         tell: Callable[[Hang], None],
     ) -> None:
         self._heartbeat = heartbeat
         self._rank = rank
         self._limits = limits
+        self._device = DeviceLook(device_is_idle)
         self._tell = tell
         self._board = HangBoard(store, world_size, limits.silence_seconds)
         self._number = 0
@@ -166,6 +170,7 @@ class Watchdog:
         late = still > self._limits.of(beat.slow)
         self._number += 1
         own = frozenset(thread.ident for thread in self._threads if thread.ident is not None)
+        long = still > self._limits.seconds
         return Status(
             rank=self._rank,
             host=socket.gethostname(),
@@ -177,7 +182,8 @@ class Watchdog:
             still_seconds=still,
             since=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - still)),
             late=late,
-            waits=still > self._limits.seconds and waits_for_others(),
+            waits=long and waits_for_others(),
+            device_works=long and self._device.has_work(),
             stacks=thread_stacks(own) if late else "",
         )
 

@@ -161,8 +161,10 @@ class PrecisionManager:
         before = [(state, state.amax_history[0].clone()) for state in self.scaling_states()]
         fp8 = self.policy.fp8
         self._without_fp8 = fp8 is not None and not fp8.evaluate
-        with torch.no_grad():
-            yield
-        self._without_fp8 = False
-        for state, running in before:
-            state.amax_history[0].copy_(running)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._without_fp8 = False
+            for state, running in before:
+                state.amax_history[0].copy_(running)

@@ -85,11 +85,13 @@ def format_record(record: Mapping[str, Value], train_iters: int) -> str:
         return " | ".join(parts)
     if record["event"] == "validation":
         total = "lm loss validation"
-        sets = [f"{name} {value:.4f}" for name, value in record.items() if name.startswith(f"{total}/")]
-        return " | ".join([f"iteration {record['iteration']}/{train_iters}", f"{total} {record[total]:.4f}", *sets])
+        sets = [f"{name} {_number(value, '.4f')}" for name, value in record.items() if name.startswith(f"{total}/")]
+        return " | ".join(
+            [f"iteration {record['iteration']}/{train_iters}", f"{total} {_number(record[total], '.4f')}", *sets]
+        )
     return event_line(record)
 
 
 def _number(value: Value, form: str) -> str:
-    """A number that is withheld, such as the norm of gradients that overflowed, is shown as `-`."""
+    """A number that is withheld is shown as `-`: the norm of gradients that overflowed, the loss of no tokens."""
     return "-" if value is None else format(value, form)

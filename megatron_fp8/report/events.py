@@ -100,6 +100,7 @@ EVENTS: Mapping[str, EventKind] = {
     "end": EventKind(text=_end, says_iteration=True),
     "fp8-fallback": EventKind(Level.WARNING, "FP8 fallback: layer {layer}", _fallback),
     "spike": EventKind(Level.WARNING, "Loss spike", "loss spike: {reason}"),
+    "no-loss": EventKind(text="no loss of {of}: all their tokens are masked"),
     "skip": EventKind(
         Level.WARNING,
         "NaN or infinity: step left out",

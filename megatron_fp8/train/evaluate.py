@@ -18,9 +18,10 @@ PERPLEXITY = "lm loss validation ppl"
 
 
 def evaluate(parts: TrainingParts, sets: Sequence[ValidationSet], state: TrainState) -> float | None:
-    """The total loss over the validation sets in nats per token, recorded with each set's own; None without sets.
+    """The total loss over the validation sets in nats per token, recorded with each set's own.
 
-    Collective over all ranks. Training state is left as it was.
+    None without sets, or where none of their tokens counts: then, as for a set without such a token, there is a note
+    instead of a number. Collective over all ranks. Training state is left as it was.
     """
     if not sets:
         return None
@@ -33,25 +34,41 @@ def evaluate(parts: TrainingParts, sets: Sequence[ValidationSet], state: TrainSt
         if validation_set.name is not None:
             record[f"{SERIES}/{validation_set.name}"] = loss
             record[f"{PERPLEXITY}/{validation_set.name}"] = perplexity(loss)
+    _note_sets_without_loss(parts, sets, losses, state.iteration)
     parts.recorder.write("validation", {**record, "consumed-tokens": state.consumed_tokens})
     return total
 
 
 def total_loss(
-    losses: Sequence[float], sums_and_tokens: Sequence[Sequence[float]], weights: Sequence[float | None]
-) -> float:
+    losses: Sequence[float | None], sums_and_tokens: Sequence[Sequence[float]], weights: Sequence[float | None]
+) -> float | None:
     """The mean of the sets' losses by their weights, or without weights the mean over all tokens of all sets.
 
-    `weights`: all None, or with the sum 1.
+    `weights`: all None, or with the sum 1; a set without a loss has none, in favour of the others, which are the same
+    in each evaluation. None where no set has a loss.
     """
-    if weights[0] is not None:
-        return sum(loss * (weight or 0.0) for loss, weight in zip(losses, weights, strict=True))
-    return _mean(sum(row[0] for row in sums_and_tokens), sum(row[1] for row in sums_and_tokens))
+    if weights[0] is None:
+        return _mean(sum(row[0] for row in sums_and_tokens), sum(row[1] for row in sums_and_tokens))
+    weighted = [(loss, weight or 0.0) for loss, weight in zip(losses, weights, strict=True) if loss is not None]
+    weight_sum = 1.0 if len(weighted) == len(losses) else sum(weight for _, weight in weighted)
+    return sum(loss * weight for loss, weight in weighted) / weight_sum if weight_sum > 0 else None
 
 
-def perplexity(loss: float) -> float:
-    """exp(loss); infinity where that is no number of FP64."""
+def perplexity(loss: float | None) -> float | None:
+    """exp(loss); infinity where that is no number of FP64, None for no loss."""
+    if loss is None:
+        return None
     return math.exp(loss) if loss < 700 or math.isnan(loss) else math.inf
+
+
+def _note_sets_without_loss(
+    parts: TrainingParts, sets: Sequence[ValidationSet], losses: Sequence[float | None], iteration: int
+) -> None:
+    """At the first evaluation of a run, since what is evaluated stays the same."""
+    names = [each.name or "" for each, loss in zip(sets, losses, strict=True) if loss is None]
+    if names and iteration == 0:
+        of = " ".join(["the validation samples", *filter(None, [", ".join(filter(None, names))])])
+        parts.recorder.write("no-loss", {"iteration": iteration, "of": of})
 
 
 def _loss_of(parts: TrainingParts, validation_set: ValidationSet) -> LossSum:
@@ -61,5 +78,8 @@ def _loss_of(parts: TrainingParts, validation_set: ValidationSet) -> LossSum:
         return LossSum.total([parts.stepper.evaluate(iterators, parts.batch_shape) for _ in range(steps)])
 
 
-def _mean(loss_sum: float, num_tokens: float) -> float:
-    return loss_sum / num_tokens if num_tokens > 0 else math.nan
+def _mean(loss_sum: float, num_tokens: float) -> float | None:
+    """None without tokens, unless even the masked ones have spoilt the sum: nothing times NaN is NaN."""
+    if num_tokens > 0:
+        return loss_sum / num_tokens
+    return None if loss_sum == 0 else math.nan

@@ -3,10 +3,21 @@
 Must not know what is recorded.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from megatron_fp8.train.step import StepResult
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """Of the steps since the last record, over all ranks: `mean` in nats per token, None where no token counted, and
+    whether there was a step that was not skipped."""
+
+    mean: float | None
+    any_step: bool
 
 
 class IntervalLoss:
@@ -22,16 +33,15 @@ class IntervalLoss:
             self._sums[:2] += result.loss.sum_and_tokens
             self._sums[2] += 1
 
-    def take(self) -> float | None:
-        """Mean loss per token over all ranks since the last call, None without a step; collective over all ranks."""
+    def take(self) -> MeanLoss:
+        """What there is since the last call; collective over all ranks."""
         # Of a resumed interval one rank knows all earlier steps: whether there were any is asked of all ranks.
         total = self._sums.clone()
         torch.distributed.all_reduce(total)
         self._sums.zero_()
         loss_sum, num_tokens, num_steps = total.tolist()
-        if num_steps == 0:
-            return None
-        return loss_sum / num_tokens if num_tokens > 0 else float("nan")
+        # Steps whose loss is not finite are skipped, so that without tokens the sum is 0.
+        return MeanLoss(loss_sum / num_tokens if num_tokens > 0 else None, num_steps > 0)
 
     def state(self) -> Tensor:
         """This rank's sums, FP64 `[3]`; the ranks' sums belong together."""

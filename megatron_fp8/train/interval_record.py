@@ -3,13 +3,11 @@
 One place where all ranks meet, once a log interval. Must not know when it is time, or where records go.
 """
 
-import math
 from collections.abc import Mapping
 
 import torch
 import torch.distributed
 
-from megatron_fp8.faults.exit_codes import NonFiniteError
 from megatron_fp8.train.interval import IntervalLoss
 from megatron_fp8.train.node_watch import NodeReading, node_series
 from megatron_fp8.train.pace import EVALUATE, SAVE_CHECKPOINT, Pace
@@ -42,11 +40,14 @@ def record_interval(
     throughput = throughput_of(parts.config, parts.layout, parts.device.description, parts.device.emulated)
     # One rank that reads slowly holds all of them up.
     data_wait = max(rank.data for rank in times)
+    loss = interval.take()
+    if loss.any_step and loss.mean is None:
+        parts.recorder.write("no-loss", {"iteration": state.iteration, "of": "the iterations since the last record"})
     parts.recorder.write(
         "train",
         {
             "iteration": state.iteration,
-            "lm loss": _mean_loss(interval, state.iteration),
+            "lm loss": loss.mean,
             "grad-norm": newest.grad_norm,
             "learning-rate": learning_rate,
             "skipped-iterations": state.skipped_iterations,
@@ -98,15 +99,3 @@ def _loss_scale(parts: TrainingParts) -> dict[str, float]:
     if parts.precision.policy.loss_scaling is None:
         return {}
     return {"loss-scale": float(parts.optimizer.get_loss_scale())}
-
-
-def _mean_loss(interval: IntervalLoss, iteration: int) -> float | None:
-    """Mean loss over the steps since the last record that were not skipped; collective over all ranks."""
-    mean = interval.take()
-    if mean is not None and not math.isfinite(mean):
-        # Steps whose loss is not finite are none of these: see `train/bad_steps.py`.
-        raise NonFiniteError(
-            f"lm loss is {mean} in the iterations since the last record, up to {iteration}: all their tokens are "
-            "masked. Look at the data of these steps"
-        )
-    return mean

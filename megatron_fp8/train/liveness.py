@@ -55,7 +55,7 @@ def watched(parts: TrainingParts, run_directory: Path | None) -> Iterator[None]:
         if run_directory is not None:
             record_hang(parts.recorder, hang, run_directory)
 
-    with Watchdog(parts.heartbeat, store, rank, world_size, limits, tell):
+    with Watchdog(parts.heartbeat, store, rank, world_size, limits, parts.device.is_idle, tell):
         yield
 
 

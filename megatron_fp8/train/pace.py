@@ -39,10 +39,12 @@ class Pace:
     def paused(self, by: str) -> Iterator[None]:
         """Leave out what happens inside, and count it as a pause."""
         paused_at = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - paused_at
-        self._interval_started += seconds
-        self._pauses[by] = self._pauses.get(by, 0.0) + seconds
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - paused_at
+            self._interval_started += seconds
+            self._pauses[by] = self._pauses.get(by, 0.0) + seconds
 
     def take_interval(self) -> IntervalTiming:
         """Timing of the steps since the last call, of which there must be one at least."""

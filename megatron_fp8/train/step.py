@@ -6,7 +6,7 @@ Must not know where batches come from, what is written, or how long training las
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -72,22 +72,26 @@ class LossSum:
 
 
 class GlobalLoss:
-    """The mean loss of a step over all ranks, on its way: the device adds it up while nobody waits.
+    """The loss sum of a step over all ranks, on its way: the device adds it up while nobody waits.
 
-    Collective over the whole world when made; asked for after the gradient norm, which is waited for, it is there.
+    Collective over the whole world when made.
     """
 
     def __init__(self, loss: LossSum) -> None:
         self._total = loss.sum_and_tokens.clone()
         self._reduction = torch.distributed.all_reduce(self._total, async_op=True)
 
-    @cached_property
-    def mean(self) -> float | None:
-        """In nats per token; None where no token counted."""
+    def sum_and_tokens(self) -> Tensor:
+        """FP64 `[2]` on the device, as in `LossSum`."""
         if self._reduction is not None:
             self._reduction.wait()
-        loss_sum, num_tokens = self._total.tolist()
-        return loss_sum / num_tokens if num_tokens > 0 else None if loss_sum == 0 else math.nan
+        return self._total
+
+
+def mean_loss(sum_and_tokens: Sequence[float]) -> float | None:
+    """In nats per token; None where no token counted."""
+    loss_sum, num_tokens = sum_and_tokens
+    return loss_sum / num_tokens if num_tokens > 0 else None if loss_sum == 0 else math.nan
 
 
 @dataclass(frozen=True)
@@ -169,21 +173,26 @@ class Stepper:
         The gradients of tokens that do not count are 0 whatever their loss is, so the loss is asked too.
         """
         everywhere = GlobalLoss(loss)
-        update = update_if(optimizer, lambda norm: math.isfinite(norm) and math.isfinite(everywhere.mean or 0.0))
+        update = update_if(
+            optimizer,
+            everywhere.sum_and_tokens,
+            lambda norm, total: math.isfinite(norm) and math.isfinite(mean_loss(total) or 0.0),
+        )
         with self._times(SCALES):
             self._precision.finish_step(skipped=not update.made)
-        return StepResult(loss, everywhere.mean, update.grad_norm, skipped=not update.made)
+        return StepResult(loss, mean_loss(update.beside), update.grad_norm, skipped=not update.made)
 
     def evaluate(self, iterators: Sequence[Iterator[MicroBatch]], shape: BatchShape) -> LossSum:
         """Loss over one global batch; training state, FP8 histories included, is left as it was."""
         trains = [chunk.training for chunk in self._chunks]
         for chunk in self._chunks:
             chunk.eval()
-        with self._precision.evaluation():
-            loss = self._forward_backward(iterators, shape, forward_only=True)
-        for chunk, trained in zip(self._chunks, trains, strict=True):
-            chunk.train(trained)
-        return loss
+        try:
+            with self._precision.evaluation():
+                return self._forward_backward(iterators, shape, forward_only=True)
+        finally:
+            for chunk, trained in zip(self._chunks, trains, strict=True):
+                chunk.train(trained)
 
     def _forward_backward(
         self, iterators: Sequence[Iterator[MicroBatch]], shape: BatchShape, forward_only: bool

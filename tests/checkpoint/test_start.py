@@ -260,10 +260,40 @@ def test_what_may_change_is_mentioned(runs: Path) -> None:
         assert any(note.startswith(argument.split("=")[0]) for note in notes)
 
 
+LENGTHS = (
+    (("training.train_iters=9",), "training.train_iters = 9", 9),
+    (
+        ("training.train_iters=0", "training.train_samples=56", "training.global_batch_size=8"),
+        "training.train_samples = 56",
+        7,
+    ),
+    (("optimizer.lr_decay_iters=5",), "optimizer.lr_decay_iters = 5", 5),
+)
+
+
+@pytest.mark.parametrize(("arguments", "blamed", "end"), LENGTHS)
+def test_the_decay_ends_where_it_was_to_end(
+    runs: Path, arguments: tuple[str, ...], blamed: str, end: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever it follows from; else the learning rate would jump."""
+    with pytest.raises(SystemExit) as ended:
+        command(make_config(runs), runs, "--resume", "optimizer.lr_warmup_iters=4", *arguments)
+    assert ended.value.code == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert blamed in text
+    assert f"would end at step {end}, where the checkpoint's schedule has 6" in text
+    assert "optimizer.lr_decay_iters=6, or checkpoint.override_opt_param_scheduler=true" in text
+    if "lr_decay_iters" not in blamed:
+        kept = command(make_config(runs), runs, "--resume", *arguments, "optimizer.lr_decay_iters=6")
+        assert not any("decay" in note for note in kept.start.notes)
+    meant = command(make_config(runs), runs, "--resume", *arguments, "checkpoint.override_opt_param_scheduler=true")
+    assert f"the decay of the learning rate ends at step {end}, was 6" in meant.start.notes
+
+
 @pytest.mark.parametrize("batch", [2, 4, 8])
 def test_a_run_whose_length_is_in_samples_goes_on_with_another_batch(runs: Path, batch: int) -> None:
     """The checkpoint is of three steps of 8 samples."""
-    length = ("training.train_iters=0", "training.train_samples=160")
+    length = ("training.train_iters=0", "training.train_samples=160", "optimizer.lr_decay_iters=6")
     chosen = command(make_config(runs), runs, "--resume", f"training.global_batch_size={batch}", *length)
     assert chosen.start.position == Position(3, 24)
     assert chosen.config.training.train_iters == 3 + (160 - 24) // batch

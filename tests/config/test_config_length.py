@@ -14,7 +14,7 @@ from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.length import resolve_length
 from megatron_fp8.config.load import load_config
 from megatron_fp8.config.problem import Problem
-from megatron_fp8.config.start import Start
+from megatron_fp8.config.start import Position, Start
 
 NO_ITERS = "training.train_iters=0"
 
@@ -94,7 +94,10 @@ def test_everything_after_the_check_sees_the_steps(tmp_path: Path, capsys: pytes
     assert command_of(saved, epoch_samples=640).config == command.config
     assert compare_with_saved(command.config, saved.read_text()) == ([], [])
     longer = command_of(path, f"run.root={tmp_path}", "training.train_epochs=4", epoch_samples=1280)
-    assert compare_with_saved(longer.config, saved.read_text()) == ([], ["training.train_iters is 80, was 40"])
+    (problem,), notes = compare_with_saved(longer.config, saved.read_text(), position=Position(20))
+    assert notes == ["training.train_iters is 80, was 40"]
+    assert (problem.key, problem.value) == ("training.train_epochs", 4)
+    assert problem.use_instead == "optimizer.lr_decay_iters=40, or checkpoint.override_opt_param_scheduler=true"
     with pytest.raises(SystemExit) as end:
         command_of(path, "--check", "--world-size", "2", f"run.root={tmp_path}", epoch_samples=640)
     assert end.value.code == 0

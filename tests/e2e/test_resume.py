@@ -207,7 +207,11 @@ def test_a_run_of_so_many_samples_goes_on_with_a_larger_batch(tiny: Tiny, tmp_pa
     length = ("training.train_iters=0", "training.train_samples=24", "training.eval_iters=0")
     stopped = one_rank(PRETRAIN, "tiny.yaml", *length, "checkpoint.exit_interval=3", cwd=tmp_path)
     assert stopped.code == ExitCode.STOPPED, stopped.output
-    resumed = one_rank(PRETRAIN, "tiny.yaml", *length, "training.global_batch_size=6", "--resume", cwd=tmp_path)
+    other = (*length, "training.global_batch_size=6", "--resume")
+    refused = one_rank(PRETRAIN, "tiny.yaml", *other, cwd=tmp_path)
+    assert refused.code == ExitCode.BAD_INPUT, refused.output
+    assert "would end at step 5, where the checkpoint's schedule has 6" in " ".join(refused.stderr.split())
+    resumed = one_rank(PRETRAIN, "tiny.yaml", *other, "optimizer.lr_decay_iters=6", cwd=tmp_path)
     assert resumed.code == 0, resumed.output
     assert "training.global_batch_size is 6, was 4: the samples come in the same order" in resumed.stderr
     steps = events(tmp_path / "runs" / "tiny", "train")

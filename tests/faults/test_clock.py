@@ -89,7 +89,7 @@ def train_through_jumps(config: Any) -> list[dict[str, Any]]:
 
     def begin(parts: Any) -> None:
         store = torch.distributed.distributed_c10d._get_default_store()
-        watchdog = Watchdog(parts.heartbeat, store, 0, 1, Limits(60.0, None), lambda hang: None)
+        watchdog = Watchdog(parts.heartbeat, store, 0, 1, Limits(60.0, None), lambda: True, lambda hang: None)
         watchdogs.append(watchdog.__enter__())
         jump(parts)
 

@@ -76,9 +76,30 @@ def tell(hang):
         file.write(hang.to_json())
 
 
+class FullLaunchQueue:
+    # A device that works on a collective which others never enter, and takes no more launches: the host stands in the
+    # launch, in C, as in `cudaLaunchKernel`. `answers`: whether the driver can be asked then.
+
+    def __init__(self, answers):
+        self.full = False
+        self.answers = answers
+
+    def launch(self):
+        self.full = True
+        if way.endswith("interpreter held"):
+            holds_the_interpreter()
+        waits_in_c()
+
+    def is_idle(self):
+        if self.full and not self.answers:
+            waits_in_c()
+        return not self.full
+
+
+queue = FullLaunchQueue(answers=way != "full launch queue, driver locked")
 pair = dist.new_group([0, culprit])
 limits = Limits(%(limit)s, None)
-with Watchdog(heartbeat, store, rank, world_size, limits, tell):
+with Watchdog(heartbeat, store, rank, world_size, limits, queue.is_idle, tell):
     for iteration in range(1, 7):
         heartbeat.enter(Phase.DATA, iteration)
         if way == "is slow, as all" and iteration == 4:
@@ -87,6 +108,11 @@ with Watchdog(heartbeat, store, rank, world_size, limits, tell):
                 heartbeat.enter(Phase.EVALUATION)
         elif iteration == 4 and rank == culprit and way in globals():
             globals()[way]()
+        elif iteration == 4 and way.startswith("full launch queue"):
+            if rank == culprit:
+                sleeps_for_ever()
+            heartbeat.enter(Phase.FORWARD_BACKWARD)
+            queue.launch()
         heartbeat.enter(Phase.FORWARD_BACKWARD)
         dist.all_reduce(torch.ones(4))
         heartbeat.step_done()
@@ -125,9 +151,10 @@ def run_job(way: str, directory: Path, world_size: int = 2) -> Job:
     ]
     errors, codes = [""] * world_size, [0] * world_size
     try:
-        # The culprit is last; one that is stopped does not end by itself, its launcher kills it.
-        for rank, process in enumerate(ranks):
-            if rank == world_size - 1 and way in ("is_stopped", "holds_the_interpreter"):
+        # The culprit is last; one that is stopped does not end by itself, its launcher kills it, as one that is held.
+        mute = {"is_stopped": 1, "holds_the_interpreter": 1, "full launch queue, interpreter held": 0}.get(way)
+        for rank, process in sorted(enumerate(ranks), key=lambda item: item[0] == mute):
+            if rank == mute:
                 process.kill()
             errors[rank] = process.communicate(timeout=MOST_SECONDS)[1]
             codes[rank] = process.returncode
@@ -183,6 +210,24 @@ def test_the_rank_that_hangs_is_named_with_its_step_and_stack(way: str, tmp_path
         times = [int(json.loads(report)["message"]["extraInfo"]["timestamp"]) for report in job.reports if report]
         # Gloo may have ended the other one before its time had come.
         assert len(times) == 1 or times[1] < times[0]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "full launch queue, driver locked",
+        pytest.param("full launch queue", marks=pytest.mark.slow),
+        pytest.param("full launch queue, interpreter held", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_stands_in_a_launch_is_not_named_beside_the_culprit(way: str, tmp_path: Path) -> None:
+    """It is in no line that says so, in a phase as far as the culprit's, and has stood still as long."""
+    job = run_job(way, tmp_path)
+    assert job.codes == [-signal.SIGKILL if way.endswith("held") else 1, 1]
+    hang = job.hangs[1]
+    assert hang is not None, job.errors
+    assert (hang.kind, hang.culprits, hang.iteration, hang.phase) == ("still", (1,), 4, Phase.DATA)
+    assert "in sleeps_for_ever" in hang.text
 
 
 @pytest.mark.slow
@@ -241,6 +286,34 @@ def test_the_verdict_on_ranks_of_all_kinds(seed: int) -> None:
         assert hang is not None
         assert hang.kind == "all wait"
         assert way == "all wait" or culprit not in hang.culprits
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_of_ranks_that_stand_in_some_line_the_one_whose_device_has_nothing_to_do_is_named(seed: int) -> None:
+    """Others wait by their stacks or in a launch; the culprit's phase is no help."""
+    draw = random.Random(seed)
+    size = draw.randint(2, 12)
+    culprit = draw.randrange(size)
+    before = [status(rank, waits=draw.random() < 0.5, device_works=True) for rank in range(size)]
+    before[culprit] = status(culprit, waits=False, phase=draw.choice(list(Phase)))
+    after = [replace(each, number=each.number + 1) for each in before]
+    hang = find_hang(before, after, 0)
+    assert hang is not None
+    assert (hang.kind, hang.culprits) == ("still", (culprit,))
+    # Some of those that wait in a launch hold their interpreter.
+    mute = [before[each.rank] if each.rank != culprit and draw.random() < 0.5 else each for each in after]
+    hang = find_hang(before, mute, 0)
+    assert hang is not None
+    assert (hang.kind, hang.culprits) == ("still", (culprit,))
+    # A device that never ends keeps its own host waiting as well: then they say which have got least far.
+    after[culprit] = replace(after[culprit], device_works=True, iteration=2)
+    hang = find_hang(before, after, 0)
+    assert hang is not None
+    assert (hang.kind, hang.culprits) == ("all wait", (culprit,))
+    assert "100 s, while its device has work left" in hang.text
+    # Work that may take longer is no hang.
+    after[culprit] = replace(after[culprit], late=False)
+    assert find_hang(before, after, 0) is None
 
 
 def test_a_status_is_the_same_after_the_way_through_the_store() -> None:

@@ -95,6 +95,10 @@ TOLD: list[tuple[dict[str, Any], str]] = [
         | {"last alike": None},
         "iteration 7 | 2 tensors differ between replicas, the first is w; suspects: rank 1 2 on b",
     ),
+    (
+        {"event": "no-loss", "iteration": 7, "of": "the iterations since the last record"},
+        "iteration 7 | no loss of the iterations since the last record: all their tokens are masked",
+    ),
     ({"event": "moon", "phase": "full", "time": 1.0}, "moon | phase full"),
     ({"event": "checkpoint", "iteration": 8, "path": "c"}, "checkpoint | path c"),
     ({"event": "ready", "seconds-to-first-step": "soon"}, "ready | seconds-to-first-step soon"),
