@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_fp8.doctor.finding import Finding, Status, Surroundings
 
 _ADVICE = "leave one: remove the toolkit's or the system's from the image and from LD_LIBRARY_PATH (docker/Dockerfile)"
-_LIBRARY = re.compile(r"/(lib(?:cu|nccl|nv)[\w-]*)\.(?:alt\.)?so[\d.]*$")
+_LIBRARY = re.compile(r"/(lib(?:cu|nccl|nv)[\w-]*(?:\.alt)?)\.so[\d.]*$")
 # The driver's own, which the container's runtime puts beside the image.
 _OF_THE_DRIVER = re.compile(r"/(libcuda|libcudadebugger|libnvidia-[\w-]+)\.so[\d.]*$")
 

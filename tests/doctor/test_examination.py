@@ -135,7 +135,7 @@ from megatron_fp8.doctor.finding import Finding, Status
 from megatron_fp8.doctor.loaded import loaded_files
 
 def looks(surroundings):
-    seen = {"files": loaded_files(), "POISONED": os.environ.get("POISONED"), "flag": json.loads("1.5", parse_float=float)}
+    seen = {"files": loaded_files(), "POISONED": os.environ.get("POISONED"), "flag": json.loads("1.5")}
     return Finding("looks", Status.OK, json.dumps(seen))
 
 def loads(surroundings):
@@ -170,7 +170,7 @@ def test_what_one_check_loads_sets_or_breaks_is_nothing_to_the_others(
     subprocess.run(["gcc", "-shared", "-x", "c", "/dev/null", "-o", library], check=True)
     (tmp_path / "sitecustomize.py").write_text(f"LIBRARY = {str(library)!r}\nCHECKS = {names}\n{POISONS}", "utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    monkeypatch.setattr(examination, "ALONE", {name: "" for name in names})
+    monkeypatch.setattr(examination, "ALONE", dict.fromkeys(names, ""))
     # One at a time, so that whatever could outlast a check is there for the next.
     monkeypatch.setattr(examination, "_PROCESSES_AT_ONCE", 1)
     found = dict(zip(names, alone(Patient(Surroundings(str(tmp_path)), False, seconds_per_check=60)), strict=True))
