@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 from megatron_fp8.doctor.finding import Finding, Surroundings
 
@@ -19,20 +20,25 @@ ALONE = {
     "data helper": "libraries.data_helper",
     "torch": "libraries.torch_and_device",
     "transformer engine": "libraries.transformer_engine",
+    "cuda libraries": "loaded.cuda_libraries",
     "fp8": "libraries.fp8",
     "fused kernels": "libraries.fused_kernels",
     "megatron core": "libraries.megatron_core",
     "apex": "libraries.apex",
 }
-# Of all ranks at once.
+# Of all ranks at once: every rank carries them out, and they meet.
 TOGETHER = {
     "gloo": "together.gloo",
     "nccl": "together.device_collectives",
     "shared files": "together.shared_files",
-    "same versions": "together.same_versions",
 }
+# Made of what all ranks found.
+SAME_VERSIONS = "same versions"
+GATHER = "together.gather"
+ORDER = (*ALONE, *TOGETHER, SAME_VERSIONS)
 NEEDS = {
     "transformer engine": "torch",
+    "cuda libraries": "transformer engine",
     "fp8": "transformer engine",
     "fused kernels": "transformer engine",
     "megatron core": "transformer engine",
@@ -40,13 +46,17 @@ NEEDS = {
     "gloo": "torch",
     "nccl": "gloo",
     "shared files": "gloo",
-    "same versions": "gloo",
 }
 
 
 def carry_out(check: str, surroundings: Surroundings) -> Finding:
     """Import a check and call it; what it raises passes through."""
-    module, _, function = {**ALONE, **TOGETHER}[check].partition(".")
-    finding = getattr(import_module(f"megatron_fp8.doctor.{module}"), function)(surroundings)
+    finding = call({**ALONE, **TOGETHER}[check], surroundings)
     assert isinstance(finding, Finding)
     return finding
+
+
+def call(place: str, surroundings: Surroundings) -> Any:
+    """What the function at `place`, a module of the doctor and its function, answers."""
+    module, _, function = place.partition(".")
+    return getattr(import_module(f"megatron_fp8.doctor.{module}"), function)(surroundings)

@@ -1,37 +1,35 @@
-"""Owns how checks are carried out: in processes of their own, with a time limit, alone and on all ranks together.
+"""Owns how checks are carried out: each in a process of its own, with a time limit, alone and on all ranks together.
 
-A process that dies or hangs is a fault of the check it was at. Must not know what checks look at.
+A process that dies or hangs is a fault of its check, and of no other. Must not know what checks look at.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import IO
+from typing import IO, Any
 
-from megatron_fp8.doctor.checks import ALONE, NEEDS, TOGETHER
+from megatron_fp8.doctor.checks import ALONE, GATHER, NEEDS, SAME_VERSIONS, TOGETHER
 from megatron_fp8.doctor.environment import child_environment
 from megatron_fp8.doctor.finding import Finding, Status, Surroundings
 from megatron_fp8.doctor.machine import gpu_nodes
-from megatron_fp8.doctor.worker import GATHER
+from megatron_fp8.doctor.together import same_versions
 
 _ADVICE = "install the versions of the image (docker/), or of locks/"
 _MOST_CHARS = 400
 _SECONDS_TO_DIE = 20.0
+# A process that imports torch takes a core for some seconds and up to 1 GB; each rank of a machine starts as many.
+_PROCESSES_AT_ONCE = 4
 # Of a machine without GPUs: enough that ranks have to meet.
 _LOCAL_RANKS_WITHOUT_GPUS = 2
 # Ranks of one machine cannot fail of these.
-_OF_SEVERAL_MACHINES = ("shared files", "same versions")
+_OF_SEVERAL_MACHINES = ("shared files", SAME_VERSIONS)
 
 
 @dataclass(frozen=True)
@@ -45,116 +43,101 @@ class Patient:
 
 def examine(patient: Patient) -> list[list[Finding]]:
     """The findings of every rank, by rank; of this rank alone where the ranks could not tell each other."""
-    mine = list(alone(patient))
-    faults = {finding.check for finding in mine if finding.status is Status.FAULT}
-    if "torch" in faults:
+    mine = alone(patient)
+    if any(finding.check == "torch" and finding.status is Status.FAULT for finding in mine):
         text = "not looked at: torch has a fault"
-        return [[*mine, *(Finding(check, Status.ABSENT, text) for check in TOGETHER)]]
+        return [[*mine, *(Finding(check, Status.ABSENT, text) for check in (*TOGETHER, SAME_VERSIONS))]]
+    if not patient.launched:
+        return [[*mine, *_of_local_ranks(patient)]]
+    mine += _all_of(TOGETHER, patient.surroundings, patient.seconds_per_check)
     surroundings = replace(patient.surroundings, findings=tuple(mine))
-    if patient.launched:
-        return _of_this_rank(mine, list(_answers([*TOGETHER, GATHER], surroundings, patient.seconds_per_check)))
-    return [[*mine, *_of_local_ranks(surroundings, patient.seconds_per_check)]]
+    gathered = _answer(GATHER, surroundings, patient.seconds_per_check)
+    if isinstance(gathered, Finding):
+        return [[*mine, replace(gathered, check=SAME_VERSIONS)]]
+    by_rank = [[Finding.from_json(item) for item in findings] for _, findings in gathered]
+    verdict = same_versions([host for host, _ in gathered], by_rank)
+    return [[*findings, verdict] for findings in by_rank]
 
 
-def alone(patient: Patient) -> Iterator[Finding]:
-    """What this rank finds by itself; after a process has died the next one goes on behind the check it was at."""
-    faults: set[str] = set()
-    waiting = [check for check in ALONE if check != "wandb" or patient.surroundings.rank == 0]
-    while waiting:
-        for check in list(waiting):
-            if NEEDS.get(check) in faults:
-                waiting.remove(check)
-                faults.add(check)
-                yield Finding(check, Status.ABSENT, f"not looked at: {NEEDS[check]} has a fault")
-        with closing(_answers(list(waiting), patient.surroundings, patient.seconds_per_check)) as answers:
-            for finding in answers:
-                assert isinstance(finding, Finding)
-                waiting.remove(finding.check)
-                yield finding
-                if finding.status is Status.FAULT:
-                    faults.add(finding.check)
-                    break
+def alone(patient: Patient) -> list[Finding]:
+    """What this rank finds by itself."""
+    checks = [check for check in ALONE if check != "wandb" or patient.surroundings.rank == 0]
+    return _all_of(checks, patient.surroundings, patient.seconds_per_check)
 
 
-def _of_this_rank(mine: list[Finding], answers: list[Finding | list]) -> list[list[Finding]]:
-    gathered = [answer for answer in answers if isinstance(answer, list)]
-    if gathered:
-        return [[Finding.from_json(item) for item in rank] for rank in gathered[0]]
-    return [[*mine, *(answer for answer in answers if isinstance(answer, Finding))]]
+def _all_of(checks: Collection[str], surroundings: Surroundings, seconds: float, local: bool = False) -> list[Finding]:
+    """What each of `checks` finds, several at a time; one that needs another is started after it, and not at all after
+    its fault."""
+    found: dict[str, Finding] = {}
+    waiting = list(checks)
+    with ThreadPoolExecutor(_PROCESSES_AT_ONCE) as pool:
+        while waiting:
+            ready = [check for check in waiting if NEEDS.get(check) not in waiting]
+            waiting = [check for check in waiting if check not in ready]
+            told = pool.map(_unless_pointless(found, surroundings, seconds, local), ready)
+            found.update(zip(ready, told, strict=True))
+    return [found[check] for check in checks]
 
 
-def _of_local_ranks(surroundings: Surroundings, seconds: float) -> list[Finding]:
+def _unless_pointless(
+    found: dict[str, Finding], surroundings: Surroundings, seconds: float, local: bool
+) -> Callable[[str], Finding]:
+    def look(check: str) -> Finding:
+        needed = found.get(NEEDS.get(check, ""))
+        if needed is not None and (needed.status is Status.FAULT or needed.text.startswith("not looked at")):
+            return Finding(check, Status.ABSENT, f"not looked at: {needed.check} has a fault")
+        answer = _answer(check, surroundings, seconds, local)
+        assert isinstance(answer, Finding)
+        return answer
+
+    return look
+
+
+def _of_local_ranks(patient: Patient) -> list[Finding]:
     """What ranks of this machine, one a GPU, find together: the first one's findings, and the others' faults."""
     num_ranks = len(gpu_nodes()) or _LOCAL_RANKS_WITHOUT_GPUS
+    checks = [check for check in TOGETHER if check not in _OF_SEVERAL_MACHINES]
     with tempfile.TemporaryDirectory(prefix="doctor-") as directory, ThreadPoolExecutor(num_ranks) as pool:
-        meeting = replace(surroundings, world_size=num_ranks, rendezvous=f"file://{directory}/rendezvous")
+        meeting = replace(patient.surroundings, world_size=num_ranks, rendezvous=f"file://{directory}/rendezvous")
         ranks = [replace(meeting, rank=rank) for rank in range(num_ranks)]
-        checks = [check for check in TOGETHER if check not in _OF_SEVERAL_MACHINES]
-        told = list(pool.map(lambda rank: list(_answers(checks, rank, seconds, local=True)), ranks))
-    found: dict[str, Finding] = {}
-    for rank, answers in enumerate(told):
-        for finding in answers:
-            assert isinstance(finding, Finding)
-            first = found.setdefault(finding.check, finding)
-            if finding.status is Status.FAULT and first.status is not Status.FAULT:
-                found[finding.check] = replace(finding, text=f"rank {rank}: {finding.text}")
+        told = pool.map(lambda rank: _all_of(checks, rank, patient.seconds_per_check, local=True), ranks)
+        found: dict[str, Finding] = {}
+        for rank, findings in enumerate(told):
+            for finding in findings:
+                first = found.setdefault(finding.check, finding)
+                if finding.status is Status.FAULT and first.status is not Status.FAULT:
+                    found[finding.check] = replace(finding, text=f"rank {rank}: {finding.text}")
     text = "one machine alone: torchrun starts the doctor on several"
     return [*found.values(), *(Finding(check, Status.ABSENT, text) for check in _OF_SEVERAL_MACHINES)]
 
 
-def _answers(
-    checks: Sequence[str], surroundings: Surroundings, seconds: float, local: bool = False
-) -> Generator[Finding | list]:
-    """What a process answers to `checks`; its death or silence becomes the last answer, a fault of that check."""
+def _answer(check: str, surroundings: Surroundings, seconds: float, local: bool = False) -> Finding | list[Any]:
+    """What a process of its own answers to `check`; its death or silence is a fault of that check."""
     environment = child_environment(*((surroundings.rank, surroundings.world_size) if local else ()))
-    if not checks:
-        return
     # A process that hangs is asked to print where.
     environment["PYTHONFAULTHANDLER"] = "1"
-    reader, writer = os.pipe()
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        command = [sys.executable, "-m", "megatron_fp8.doctor.worker", str(writer)]
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[writer], text=True
-        )
-        os.close(writer)
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as answer,
+        subprocess.Popen(
+            [sys.executable, "-m", "megatron_fp8.doctor.worker", str(answer.fileno()), check],
+            **{"env": environment, "stdin": subprocess.PIPE, "stdout": log, "stderr": log},
+            pass_fds=[answer.fileno()],
+            text=True,
+        ) as process,
+    ):
         try:
-            assert process.stdin is not None
-            with process.stdin as channel:
-                channel.write(json.dumps({"checks": checks, "surroundings": surroundings.as_json()}) + "\n")
-            lines = _Lines(reader)
-            for check in checks:
-                line = lines.next(time.monotonic() + seconds)
-                if not line:
-                    yield _death(check, process, log, hung_seconds=None if line is not None else seconds)
-                    return
-                answer = json.loads(line)
-                yield answer if isinstance(answer, list) else Finding.from_json(answer)
+            process.communicate(json.dumps(surroundings.as_json()) + "\n", timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return _death(check, process, log, hung_seconds=seconds)
         finally:
             process.kill()
-            process.wait()
-            os.close(reader)
-
-
-class _Lines:
-    """Lines of a pipe, each waited for until a deadline."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._read = b""
-
-    def next(self, deadline: float) -> bytes | None:
-        """The next line; an empty one at the pipe's end, None when the deadline has passed."""
-        while b"\n" not in self._read:
-            ready = select.select([self._descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]
-            if not ready:
-                return None
-            piece = os.read(self._descriptor, 1 << 16)
-            if not piece:
-                return b""
-            self._read += piece
-        line, _, self._read = self._read.partition(b"\n")
-        return line
+        answer.seek(0)
+        told = answer.read()
+        if process.returncode or not told:
+            return _death(check, process, log, hung_seconds=None)
+    data = json.loads(told)
+    return data if isinstance(data, list) else Finding.from_json(data)
 
 
 def _death(check: str, process: subprocess.Popen, log: IO[str], hung_seconds: float | None) -> Finding:

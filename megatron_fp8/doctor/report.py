@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_fp8.doctor.checks import ALONE, TOGETHER
+from megatron_fp8.doctor.checks import ORDER
 from megatron_fp8.doctor.finding import Finding, Status
 
 _FILE_WIDTH = 140
@@ -25,7 +25,7 @@ class Row:
 def rows(by_rank: Sequence[Sequence[Finding]]) -> list[Row]:
     """Findings of all ranks: one row for what is well everywhere, else one for each thing that was found."""
     found: list[Row] = []
-    for check in [*ALONE, *TOGETHER]:
+    for check in ORDER:
         of_check = [(rank, one) for rank, findings in enumerate(by_rank) for one in findings if one.check == check]
         groups: dict[tuple[Status, str], list[tuple[int, Finding]]] = {}
         for rank, one in of_check:

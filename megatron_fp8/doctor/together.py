@@ -1,17 +1,18 @@
 """Owns the checks that need all ranks at once: collectives, one file system, the same versions; and their gathering.
 
-Every rank carries out all of them in the order of `CHECKS`; the first makes the process group. Must not know who
-started the ranks.
+Each runs in a process of its own on every rank, and meets the other ranks by the check's name: what is left of an
+earlier meeting is not in its way. Must not know who started the ranks.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from megatron_fp8.doctor.finding import Finding, Status, Surroundings
 from megatron_fp8.doctor.machine import nearest_directory
@@ -25,29 +26,33 @@ _NUM_ELEMENTS = 1 << 20
 def gloo(surroundings: Surroundings) -> Finding:
     """Whether the ranks meet, and sum over gloo, which carries the votes and objects of every run."""
     import torch
-    import torch.distributed
 
-    rank, size = surroundings.rank, surroundings.world_size
-    torch.distributed.init_process_group(
-        "gloo", init_method=surroundings.rendezvous, rank=rank, world_size=size, timeout=MEETING_TIMEOUT
-    )
-    return _summed("gloo", torch.device("cpu"), None)
+    _meet("gloo", "gloo", surroundings)
+    return _summed("gloo", torch.device("cpu"))
 
 
-def device_collectives(surroundings: Surroundings) -> Finding:  # noqa: ARG001 - every check is called alike
+def device_collectives(surroundings: Surroundings) -> Finding:
     """Whether the ranks' GPUs sum over NCCL."""
     from megatron_fp8 import device
 
     here = device.prepare()
-    import torch.distributed
-
     if here.emulated:
         return Finding("nccl", Status.ABSENT, "no NVIDIA GPU: ranks exchange over gloo")
-    group = torch.distributed.new_group(backend=here.collective_backend, timeout=MEETING_TIMEOUT)
-    return _summed(here.collective_backend, here.torch_device, group)
+    _meet("nccl", here.collective_backend, surroundings)
+    return _summed("nccl", here.torch_device)
 
 
-def _summed(name: str, torch_device: object, group: object) -> Finding:
+def _meet(name: str, backend: str, surroundings: Surroundings) -> None:
+    """Make the process group of the check `name`."""
+    import torch.distributed
+
+    rank, size = surroundings.rank, surroundings.world_size
+    meeting = torch.distributed.rendezvous(surroundings.rendezvous, rank, size, timeout=MEETING_TIMEOUT)
+    store = torch.distributed.PrefixStore(f"doctor/{name}", next(meeting)[0])
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=MEETING_TIMEOUT)
+
+
+def _summed(name: str, torch_device: object) -> Finding:
     """A sum over all ranks of numbers that tell ranks and places apart, checked and timed."""
     import torch
     import torch.distributed
@@ -60,7 +65,7 @@ def _summed(name: str, torch_device: object, group: object) -> Finding:
     for _ in range(2):  # the first one also connects
         values = places + rank
         started = time.perf_counter()
-        torch.distributed.all_reduce(values, group=group)
+        torch.distributed.all_reduce(values)
         wrong = int((values != expected).sum())
         seconds = time.perf_counter() - started
         if wrong:
@@ -72,6 +77,10 @@ def _summed(name: str, torch_device: object, group: object) -> Finding:
 
 def shared_files(surroundings: Surroundings) -> Finding:
     """Whether what one rank writes and renames at the run root is there for all."""
+    import torch.distributed
+
+    if not torch.distributed.is_initialized():
+        _meet("shared files", "gloo", surroundings)
     size = surroundings.world_size
     # Rank 0 names the probe; the directory is the nearest one that every rank has.
     directory = nearest_directory(Path(surroundings.run_root))
@@ -106,14 +115,13 @@ def _unseen(paths: list[Path]) -> str:
     return ", ".join(f"rank {rank}" for rank in missing)
 
 
-def same_versions(surroundings: Surroundings) -> Finding:
-    """Whether all ranks run the same versions."""
-    mine = {name: text for finding in surroundings.findings for name, text in finding.versions.items()}
-    told = _gathered((socket.gethostname(), mine))
-    host, first = told[0]
+def same_versions(hosts: Sequence[str], by_rank: Sequence[Sequence[Finding]]) -> Finding:
+    """Whether all ranks run the same versions, of what every rank found by itself."""
+    told = [{name: text for one in findings for name, text in one.versions.items()} for findings in by_rank]
+    first = told[0]
     differences = [
-        f"{name} is {versions.get(name)} on {other} (rank {rank}) and {first.get(name)} on {host} (rank 0)"
-        for rank, (other, versions) in enumerate(told)
+        f"{name} is {versions.get(name)} on {hosts[rank]} (rank {rank}) and {first.get(name)} on {hosts[0]} (rank 0)"
+        for rank, versions in enumerate(told)
         for name in sorted({*versions, *first})
         if versions.get(name) != first.get(name)
     ]
@@ -123,9 +131,10 @@ def same_versions(surroundings: Surroundings) -> Finding:
     return Finding("same versions", Status.OK, f"{len(first)} versions are the same on {len(told)} ranks")
 
 
-def gather(surroundings: Surroundings) -> list[list[dict]]:
-    """What every rank found, by rank, as plain data."""
-    return _gathered(json.loads(json.dumps([finding.as_json() for finding in surroundings.findings])))
+def gather(surroundings: Surroundings) -> list[tuple[str, list[dict[str, Any]]]]:
+    """By rank: the name of its host, and what it found, as plain data."""
+    _meet("gather", "gloo", surroundings)
+    return _gathered((socket.gethostname(), [finding.as_json() for finding in surroundings.findings]))
 
 
 def _gathered(value: object) -> list:

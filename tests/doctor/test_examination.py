@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8.doctor import packages, report
+from megatron_fp8.doctor import checks, examination, packages, report
 from megatron_fp8.doctor.examination import Patient, alone, examine
 from megatron_fp8.doctor.finding import Finding, Status, Surroundings
+from megatron_fp8.doctor.loaded import judged, loaded_files
+from megatron_fp8.doctor.together import same_versions
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,24 +117,106 @@ def test_run_roots_that_are_not_one_directory_are_found_and_the_ranks_named(tmp_
     assert [list(root.iterdir()) for root in roots] == [[], []]
 
 
-def same_versions_on(versions: list[dict[str, str]]) -> Finding:
-    """What `same_versions` finds on this rank, which has its own of `versions`."""
-    import torch.distributed
-
-    from megatron_fp8.doctor import together
-
-    rank = torch.distributed.get_rank()
-    mine = Finding("packages", Status.OK, "", versions=versions[rank])
-    return together.same_versions(Surroundings(rank=rank, world_size=len(versions), findings=(mine,)))
-
-
-def test_different_versions_are_found(tmp_path: Path) -> None:
+def test_different_versions_are_found() -> None:
     here = {"torch": "2.13.0", "NCCL": "2.29.7"}
-    (first, _) = run_on_ranks(2, same_versions_on, [here, {**here, "NCCL": "2.27.3"}])
-    assert first.status is Status.FAULT
-    assert "NCCL is 2.27.3" in first.text
-    (first, _) = run_on_ranks(2, same_versions_on, [here, dict(here)])
-    assert first.status is Status.OK
+    there = {**here, "NCCL": "2.27.3"}
+    by_rank = [[Finding("torch", Status.OK, "", versions=versions)] for versions in (here, there)]
+    found = same_versions(["node0", "node1"], by_rank)
+    assert found.status is Status.FAULT
+    assert found.text == "NCCL is 2.27.3 on node1 (rank 1) and 2.29.7 on node0 (rank 0)"
+    assert same_versions(["node0", "node1"], [by_rank[0], by_rank[0]]).status is Status.OK
+
+
+# Checks of a process that has them from its `sitecustomize`, which Python imports first.
+POISONS = """
+import ctypes, json, os, sys, types
+from megatron_fp8.doctor import checks
+from megatron_fp8.doctor.finding import Finding, Status
+from megatron_fp8.doctor.loaded import loaded_files
+
+def looks(surroundings):
+    seen = {"files": loaded_files(), "POISONED": os.environ.get("POISONED"), "flag": json.loads("1.5")}
+    return Finding("looks", Status.OK, json.dumps(seen))
+
+def loads(surroundings):
+    ctypes.CDLL(LIBRARY, mode=ctypes.RTLD_GLOBAL)
+    return Finding("loads", Status.OK, json.dumps(loaded_files()))
+
+def sets(surroundings):
+    os.environ["POISONED"] = "1"
+    json.loads = lambda *arguments, **named: "poisoned"
+    return Finding("sets", Status.OK, "")
+
+def raises(surroundings):
+    raise RuntimeError("undefined symbol: x")
+
+def crashes(surroundings):
+    os.abort()
+
+module = types.ModuleType("megatron_fp8.doctor.poisons")
+module.__dict__.update({one.__name__: one for one in (looks, loads, sets, raises, crashes)})
+module.__dict__["looks_again"] = looks
+sys.modules[module.__name__] = module
+checks.ALONE.clear()
+checks.ALONE.update({name: f"poisons.{name}" for name in CHECKS})
+"""
+
+
+def test_what_one_check_loads_sets_or_breaks_is_nothing_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["looks", "loads", "sets", "raises", "crashes", "looks_again"]
+    library = tmp_path / "libcudnn_graph.so.9"
+    subprocess.run(["gcc", "-shared", "-x", "c", "/dev/null", "-o", library], check=True)
+    (tmp_path / "sitecustomize.py").write_text(f"LIBRARY = {str(library)!r}\nCHECKS = {names}\n{POISONS}", "utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    monkeypatch.setattr(examination, "ALONE", dict.fromkeys(names, ""))
+    # One at a time, so that whatever could outlast a check is there for the next.
+    monkeypatch.setattr(examination, "_PROCESSES_AT_ONCE", 1)
+    found = dict(zip(names, alone(Patient(Surroundings(str(tmp_path)), False, seconds_per_check=60)), strict=True))
+    assert json.loads(found["loads"].text) == [str(library)]
+    clean = {"files": [], "POISONED": None, "flag": 1.5}
+    assert [json.loads(found[name].text) for name in ("looks", "looks_again")] == [clean, clean]
+    assert found["sets"].status is Status.OK
+    assert (found["raises"].status, found["raises"].text) == (Status.FAULT, "RuntimeError: undefined symbol: x")
+    assert "killed by SIGABRT" in found["crashes"].text
+
+
+def test_a_check_is_not_started_after_the_fault_of_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    def answer(check: str, *rest: object) -> Finding:
+        started.append(check)
+        return Finding(check, Status.FAULT if check == "transformer engine" else Status.OK, "")
+
+    monkeypatch.setattr(examination, "_answer", answer)
+    found = {one.check: one for one in alone(Patient(Surroundings(str(tmp_path)), False, seconds_per_check=1))}
+    assert list(found) == list(checks.ALONE)
+    pointless = {"cuda libraries", "fp8", "fused kernels", "megatron core"}
+    assert {name for name, one in found.items() if one.text.startswith("not looked at")} == pointless
+    assert set(started) == set(checks.ALONE) - pointless
+    assert started.index("torch") < started.index("transformer engine")
+
+
+def test_a_library_of_cuda_that_is_there_twice_or_from_elsewhere_is_a_fault(tmp_path: Path) -> None:
+    packages_of_torch = "/venv/lib/python3.12/site-packages"
+    wheels = [f"{packages_of_torch}/nvidia/{name}" for name in ("cu13/lib/libcublas.so.13", "nccl/lib/libnccl.so.2")]
+    system = "/usr/lib/x86_64-linux-gnu/libnccl.so.2.28.3"
+    driver = "/usr/lib/x86_64-linux-gnu/libcuda.so.580.95"
+    maps = tmp_path / "maps"
+    places = [*wheels, wheels[0], system, driver, "/lib/libm.so.6", "[heap]", "/dev/nvidia0"]
+    maps.write_text("".join(f"7f0-7f1 r-xp 0 08:01 11   {path}\n" for path in places) + "7f2-7f3 rw-p 0 00:00 0\n")
+    assert loaded_files(maps) == sorted([*wheels, system])
+    here = Path(packages_of_torch)
+    assert judged(wheels, here).status is Status.OK
+    twice = judged([*wheels, system], here)
+    assert (twice.status, twice.text) == (Status.FAULT, f"loaded twice: libnccl from {wheels[1]} and {system}")
+    strange = judged([wheels[0], system], here)
+    assert strange.status is Status.FAULT
+    assert strange.text == f"not those that torch was installed with: {system}"
+    assert judged([], here).status is Status.ABSENT
 
 
 def test_ranks_share_a_row_where_all_is_well_and_have_their_own_where_not() -> None:
