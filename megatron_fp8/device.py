@@ -32,7 +32,7 @@ class Device:
     """Where this process computes.
 
     `emulated`: Transformer Engine's kernels and `torch.cuda` are the CPU stand-in.
-    `collective_backend`: the collective library that fits the device, `nccl` or `gloo`.
+    `collective_backend`: the collective library that fits the device: `nccl`, by gloo in the stand-in.
     """
 
     torch_device: torch.device
@@ -126,7 +126,7 @@ def prepare() -> Device:
     """
     emulated = cpu.install()
     if emulated:
-        return Device(torch.device("cpu"), True, "gloo", cpu.describe())
+        return Device(torch.device("cpu"), True, "nccl", cpu.describe())
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(local_rank)
     description = f"{torch.cuda.get_device_name(local_rank)}; {cpu.describe()}"

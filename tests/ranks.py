@@ -1,4 +1,4 @@
-"""Runs a test's function on several real ranks: processes of one gloo group, met through a file.
+"""Runs a test's function on several real ranks: processes of one group, NCCL's in the stand-in, met through a file.
 
 Ranks are forked from a server that has Transformer Engine and Megatron Core imported already, so that starting four
 of them costs tenths of a second. A rank that raises ends the others; the test fails with that rank's traceback.
@@ -74,7 +74,7 @@ def _rank_main(
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.distributed.init_process_group(
-        "gloo",
+        "nccl",
         store=torch.distributed.FileStore(str(Path(directory) / "rendezvous"), world_size),
         rank=rank,
         world_size=world_size,

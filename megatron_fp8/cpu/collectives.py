@@ -4,7 +4,7 @@ What gloo of this torch already has (checked in `tests/cpu`): every collective o
 Transformer Engine's, their `_coalescing_manager` and `batch_isend_irecv` forms, AVG, BF16 and FP16
 reductions. What it lacks and this file adds: the name "nccl", float8 elements and gathers of several element types
 at once (moved as bytes, which is exact), groups of collectives on a device, and NCCL's arguments that have no meaning
-without CUDA (`device_id`, `device_ids`, `pg_options`).
+without CUDA (`device_id`, `device_ids`, `pg_options`). What NCCL lacks is refused in its groups (`nccl_groups`).
 """
 
 # ruff: noqa: ARG001  (the signatures are torch's)
@@ -18,13 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_fp8.cpu.nccl_calls import LOOKS, MESSAGES
+from megatron_fp8.cpu.nccl_groups import NcclGroups, is_nccl
+
 # Collectives that only move elements; reductions of float8 do not exist under NCCL either.
 _MOVE_NAMES = "all_gather all_gather_coalesced broadcast scatter gather all_to_all all_to_all_single "
 
 
 def gloo_backend(backend: Any) -> Any:
-    """The backend to use for what the program asked: "nccl" and "cpu:gloo,cuda:nccl" become "gloo"."""
-    return "gloo" if isinstance(backend, str) and "nccl" in backend.lower() else backend
+    """The backend to use for what the program asked: "nccl" and "cpu:gloo,cuda:nccl" become "gloo", and so does None,
+    by which torch takes both for the first group, and that one's for others."""
+    return "gloo" if backend is None or is_nccl(backend) else backend
 
 
 def _as_bytes(value: Any) -> Any:
@@ -57,18 +61,22 @@ def _moving_bytes(collective: Callable[..., Any]) -> Callable[..., Any]:
     return move
 
 
-def _without_cuda_arguments(function: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """`function` with its backend (also at `position`) mapped and NCCL's own arguments dropped."""
+def _making_groups(original: Callable[..., Any], position: int, note: Callable[[Any, Any], None]) -> Callable[..., Any]:
+    """`original` with its backend (also at `position`) mapped and NCCL's own arguments dropped; `note` is told the
+    group and the backend that was asked for."""
 
-    @functools.wraps(function)
+    @functools.wraps(original)
     def create(*args: Any, **kwargs: Any) -> Any:
         for name in ("device_id", "pg_options"):
             kwargs.pop(name, None)
+        asked = args[position] if len(args) > position else kwargs.get("backend")
         if len(args) > position:
-            args = (*args[:position], gloo_backend(args[position]), *args[position + 1 :])
-        elif "backend" in kwargs:
-            kwargs["backend"] = gloo_backend(kwargs["backend"])
-        return function(*args, **kwargs)
+            args = (*args[:position], gloo_backend(asked), *args[position + 1 :])
+        else:
+            kwargs["backend"] = gloo_backend(asked)
+        group = original(*args, **kwargs)
+        note(group, asked)
+        return group
 
     return create
 
@@ -103,11 +111,9 @@ def _coalescing_by_list(original: Callable[..., Any]) -> Callable[..., Any]:
     return manager
 
 
-def patch_collectives() -> None:
-    """Replace the functions of `torch.distributed` named above."""
+def _with_what_gloo_lacks() -> dict[str, Callable[..., Any]]:
+    """Functions of `torch.distributed` by name."""
     replacements: dict[str, Callable[..., Any]] = {
-        "init_process_group": _without_cuda_arguments(dist.init_process_group, position=0),
-        "new_group": _without_cuda_arguments(dist.new_group, position=2),
         "barrier": _barrier(dist.barrier),
         "isend": _keeping_memory(dist.isend),
         "_coalescing_manager": _coalescing_by_list(distributed_c10d._coalescing_manager),
@@ -115,9 +121,27 @@ def patch_collectives() -> None:
     for name in _MOVE_NAMES.split():
         if hasattr(distributed_c10d, name):
             replacements[name] = _moving_bytes(getattr(distributed_c10d, name))
-    for name in ("all_gather_into_tensor", "_all_gather_base"):
+    for name in ("all_gather_into_tensor", "all_gather_single", "_all_gather_base"):
         if hasattr(distributed_c10d, name):
             replacements[name] = _gathering_bytes(getattr(distributed_c10d, name))
+    return replacements
+
+
+def patch_collectives() -> None:
+    """Replace the functions of `torch.distributed` that make groups and communicate, and what it says of NCCL."""
+    groups, replacements = NcclGroups(), _with_what_gloo_lacks()
+    for name in (*LOOKS, *MESSAGES):
+        function = replacements.get(name, getattr(distributed_c10d, name, None))
+        if function is not None:
+            replacements[name] = groups.checked(name, function)
+    device_of_objects = distributed_c10d._get_object_coll_device
+    replacements |= {
+        "init_process_group": _making_groups(dist.init_process_group, 0, lambda _, asked: groups.started(asked)),
+        "new_group": _making_groups(dist.new_group, 2, groups.add),
+        "batch_isend_irecv": groups.batched(dist.batch_isend_irecv),
+        "is_nccl_available": lambda: True,
+        "_get_object_coll_device": lambda group=None: groups.device_of_objects(group, device_of_objects(group)),
+    }
     for name, replacement in replacements.items():
         for module in (dist, distributed_c10d):
             if hasattr(module, name):

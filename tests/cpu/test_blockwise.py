@@ -20,6 +20,8 @@ from transformer_engine.common.recipe import Float8BlockScaling  # noqa: E402
 from transformer_engine.pytorch import tensor as te  # noqa: E402
 from transformer_engine.pytorch.cpp_extensions import general_gemm  # noqa: E402
 
+from megatron_fp8.cpu.kernels.quantize import format_of  # noqa: E402
+
 E4M3, E5M2 = tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
 NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
@@ -61,11 +63,9 @@ def reference(x: torch.Tensor, tile: tuple[int, int], fp8: Any, scale_of: Any) -
 
 
 def assert_values(storage: Any, columnwise: bool, expected: torch.Tensor) -> None:
-    """The numbers that the GEMM reads, by multiplication with the identity."""
-    identity = torch.eye(expected.shape[0 if columnwise else 1])
-    read = general_gemm(identity, storage, out_dtype=torch.float32, layout="NT" if columnwise else "TN")[0]
-    read = read.t() if columnwise else read.reshape(expected.shape)
-    torch.testing.assert_close(read.double(), expected, rtol=1e-7, atol=0)
+    """The numbers that the GEMM reads."""
+    values, factor = format_of(storage).values(storage, columnwise)
+    torch.testing.assert_close(values.reshape(expected.shape).double() * factor, expected, rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -162,10 +162,101 @@ def test_mxfp8_refuses_what_its_blocks_do_not_divide(shape: tuple[int, ...]) -> 
         tex.quantize(torch.ones(shape), mxfp8())
 
 
-def test_a_usage_that_is_not_there_is_named() -> None:
-    b = tex.quantize(sample(128, 128), blockwise(columnwise=False))
-    with pytest.raises(RuntimeError, match="holds no columnwise data"):
-        general_gemm(torch.ones(128, 16), b, out_dtype=torch.float32, layout="NT")
+M, N, K = 96, 32, 128
+# Shapes and usages of A and B by layout, as a GPU reads them.
+LAYOUTS = {
+    "TN": (((N, K), "rowwise"), ((M, K), "rowwise")),
+    "NN": (((K, N), "columnwise"), ((M, K), "rowwise")),
+    "NT": (((K, N), "columnwise"), ((K, M), "columnwise")),
+}
+
+
+def only(usage: str) -> dict[str, bool]:
+    return {"rowwise": usage == "rowwise", "columnwise": usage == "columnwise"}
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (2, 1), (1, 2), None], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gemms_read_the_usage_along_the_summed_axis(layout: str, dims: tuple[int, int] | None) -> None:
+    def make(i: int, usage: str) -> Any:
+        return mxfp8(**only(usage)) if dims is None else blockwise(dim=dims[i], **only(usage))
+
+    a, b = (tex.quantize(sample(*shape), make(i, usage)) for i, (shape, usage) in enumerate(LAYOUTS[layout]))
+    numbers = [x.dequantize(dtype=torch.float32).double() for x in (b, a)]
+    left, right = numbers[0].t() if layout[1] == "T" else numbers[0], numbers[1].t() if layout[0] == "T" else numbers[1]
+    result = general_gemm(a, b, out_dtype=torch.float32, layout=layout, use_split_accumulator=True)[0]
+    expected = left @ right
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
+    for side, name in enumerate("AB"):
+        operands = [a, b]
+        shape, usage = LAYOUTS[layout][side]
+        other = "columnwise" if usage == "rowwise" else "rowwise"
+        operands[side] = tex.quantize(sample(*shape), make(side, other))
+        with pytest.raises(RuntimeError, match=f"Input {name} is missing {usage[:-4]}-wise usage"):
+            general_gemm(*operands, out_dtype=torch.float32, layout=layout, use_split_accumulator=True)
+
+
+EPILOGUE = "Epilogue requested outside"
+# Block dimensions of A and B, shape of A `[columns, k]`, of B `[rows, k]`, options, and the error's words.
+REFUSED: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int], dict[str, Any], str]] = {
+    "2D x 2D": ((2, 2), (N, K), (M, K), {}, "but got 2D by 2D"),
+    "k": ((2, 1), (N, 120), (M, 120), {}, "Leading dimension requirement on A"),
+    "columns": ((2, 1), (12, K), (M, K), {"out_dtype": torch.float32}, "Outer dimension requirement on A"),
+    "columns to BF16": ((2, 1), (12, K), (M, K), {}, "outer dimension requirement on A"),
+    "rows of 1D": ((2, 1), (N, K), (44, K), {}, "Outer dimension requirement on B"),
+    "GELU": ((2, 1), (N, K), (M, K), {"gelu": True}, EPILOGUE),
+    "GELU and bias": ((2, 1), (N, K), (M, K), {"gelu": True, "bias": torch.zeros(N).bfloat16()}, EPILOGUE),
+    "GELU gradient in FP32": (
+        *((2, 1), (N, K), (M, K)),
+        *({"gelu": True, "grad": True, "gelu_in": torch.zeros(M, N), "out_dtype": torch.float32}, "unsupported value"),
+    ),
+    "bias gradient": ((2, 1), (N, K), (M, K), {"bias": torch.zeros(N), "grad": True}, EPILOGUE),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_block_scaled_gemm_refuses(case: str) -> None:
+    dims, shape_a, shape_b, options, words = REFUSED[case]
+    a, b = (
+        tex.quantize(sample(*shape), blockwise(dim=dim)) for shape, dim in zip((shape_a, shape_b), dims, strict=True)
+    )
+    with pytest.raises(RuntimeError, match=words):
+        general_gemm(a, b, **{"out_dtype": torch.bfloat16, "use_split_accumulator": True, **options})
+
+
+def test_block_scaled_gemms_need_the_split_accumulator() -> None:
+    """TE's Python asks for it where a module does not."""
+    a, b = (tex.quantize(sample(*shape), blockwise()) for shape in ((N, K), (M, K)))
+    arguments: Any = (a, True, b, False, None, None, tex.DType.kBFloat16, None, tex.DType.kBFloat16, False, None, False)
+    assert tex.generic_gemm(*arguments, torch.empty(1), 1, False, True)[0].shape == (M, N)
+    with pytest.raises(RuntimeError, match="needs the split accumulator"):
+        tex.generic_gemm(*arguments, torch.empty(1), 1, False, False)
+
+
+def test_block_scaled_gemms_that_look_like_refused_ones_work() -> None:
+    """Any number of rows of B with 2D blocks, and GELU's gradient in BF16."""
+    a, b = tex.quantize(sample(N, K), blockwise()), tex.quantize(sample(45, K), blockwise(dim=2))
+    options = {"out_dtype": torch.bfloat16, "use_split_accumulator": True}
+    assert general_gemm(a, b, **options)[0].shape == (45, N)
+    assert general_gemm(a, b, gelu=True, grad=True, gelu_in=torch.zeros(45, N), **options)[0].shape == (45, N)
+
+
+@pytest.mark.parametrize("make", [blockwise, mxfp8])
+def test_e5m2_x_e5m2_and_mixed_scalings_are_refused(make: Any) -> None:
+    e5m2, other = make(E5M2), mxfp8() if make is blockwise else blockwise()
+    a, b = tex.quantize(sample(N, K), e5m2), tex.quantize(sample(64, K), e5m2)
+    with pytest.raises(RuntimeError, match="no FP8 GEMM of E5M2 x E5M2"):
+        general_gemm(a, b, out_dtype=torch.bfloat16, use_split_accumulator=True)
+    for mixed in (tex.quantize(sample(64, K), other), sample(64, K)):
+        with pytest.raises(RuntimeError, match="compatible scaling modes"):
+            general_gemm(a, mixed, out_dtype=torch.bfloat16, use_split_accumulator=True)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_a_tensor_without_axes_is_quantised_as_one_element(dim: int) -> None:
+    for usages in ({}, {"rowwise": False}, {"columnwise": False}):
+        result = tex.quantize(torch.tensor(0.75), blockwise(dim=dim, **usages))
+        assert (result.shape, tex.dequantize(result, tex.DType.kFloat32).item()) == ((), 0.75)
 
 
 def test_first_axes_are_swapped() -> None:

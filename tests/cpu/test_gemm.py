@@ -17,17 +17,26 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from transformer_engine.pytorch import tensor as te  # noqa: E402
 from transformer_engine.pytorch.cpp_extensions import general_gemm  # noqa: E402
 
-M, N, K = 24, 16, 32
+M, N, K = 48, 16, 32
 # Shapes of A and B and whether they are transposed, by layout.
 LAYOUTS = {"TN": ((N, K), (M, K)), "NN": ((K, N), (M, K)), "NT": ((K, N), (K, M))}
 RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-KINDS = ["fp32", "bf16", "fp16", "e4m3 delayed", "e5m2 delayed", "e4m3 current"]
+# Pairs of operands that a GPU multiplies, and the dtypes of their products.
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+PAIRS = {
+    ("fp32", "fp32"): [FP32],
+    ("bf16", "bf16"): [FP32, BF16],
+    ("fp16", "fp16"): [FP32, FP16],
+    ("e4m3 delayed", "e4m3 delayed"): [FP32, BF16, FP16],
+    ("e4m3 delayed", "e5m2 delayed"): [FP32, BF16, FP16],
+    ("e5m2 delayed", "e4m3 current"): [FP32, BF16, FP16],
+}
 
 
 def operand(kind: str, shape: tuple[int, ...], seed: int, **usages: bool) -> Any:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     if " " not in kind:
-        return x.to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind])
+        return x.to({"fp32": FP32, "bf16": BF16, "fp16": FP16, "fp64": torch.float64, "int8": torch.int8}[kind])
     dtype = tex.DType.kFloat8E4M3 if kind.startswith("e4m3") else tex.DType.kFloat8E5M2
     if kind.endswith("current"):
         return tex.quantize(x.bfloat16(), te.Float8CurrentScalingQuantizer(dtype, torch.device("cuda"), **usages))
@@ -59,29 +68,138 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind_b", KINDS)
-@pytest.mark.parametrize("kind_a", ["bf16", "e4m3 delayed"])
-def test_layouts_and_operand_kinds(kind_a: str, kind_b: str, layout: str) -> None:
-    a, b = (
-        operand(kind, shape, i) for i, (kind, shape) in enumerate(zip((kind_a, kind_b), LAYOUTS[layout], strict=True))
-    )
-    for dtype in RELATIVE:
+@pytest.mark.parametrize("kinds", PAIRS, ids="-".join)
+def test_layouts_and_operand_kinds(kinds: tuple[str, str], layout: str) -> None:
+    a, b = (operand(kind, shape, i) for i, (kind, shape) in enumerate(zip(kinds, LAYOUTS[layout], strict=True)))
+    for dtype in PAIRS[kinds]:
         result = general_gemm(a, b, out_dtype=dtype, layout=layout)[0]
         assert_near(result, product(a, b, layout), dtype)
 
 
 def test_leading_axes_of_the_input_stay() -> None:
-    a, b = operand("bf16", (N, K), 0), operand("e4m3 delayed", (4, 6, K), 1)
+    a, b = operand("e4m3 delayed", (N, K), 0), operand("e4m3 delayed", (4, 12, K), 1)
     result = general_gemm(a, b, out_dtype=torch.float32)[0]
-    assert result.shape == (4, 6, N)
+    assert result.shape == (4, 12, N)
     assert_near(result.reshape(-1, N), product(a, b, "TN"), torch.float32)
 
 
-@pytest.mark.parametrize("usages", [{"rowwise": False}, {"columnwise": False}])
-def test_either_usage_serves_every_layout(usages: dict[str, bool]) -> None:
-    for layout, shapes in LAYOUTS.items():
-        a, b = (operand("e4m3 delayed", shape, i, **usages) for i, shape in enumerate(shapes))
-        assert_near(general_gemm(a, b, out_dtype=torch.float32, layout=layout)[0], product(a, b, layout), torch.float32)
+# The usages that FP8 GEMMs of A and B read by layout: rowwise where the summed axis is the last.
+USAGES = {"TN": ("rowwise", "rowwise"), "NN": ("columnwise", "rowwise"), "NT": ("columnwise", "columnwise")}
+
+
+def operand_with(usage: str, shape: tuple[int, ...], seed: int) -> Any:
+    return operand("e4m3 delayed", shape, seed, rowwise=usage == "rowwise", columnwise=usage == "columnwise")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_usage_that_a_gpu_reads_is_enough(layout: str) -> None:
+    """Columnwise bytes also as a collective or a copy leaves them, not as a view of rowwise bytes."""
+    a, b = (operand_with(*rest, i) for i, rest in enumerate(zip(USAGES[layout], LAYOUTS[layout], strict=True)))
+    expected = product(a, b, layout)
+    assert_near(general_gemm(a, b, out_dtype=torch.float32, layout=layout)[0], expected, torch.float32)
+    for x in (a, b):
+        x._transpose = None if x._transpose is None else x._transpose.contiguous()
+    assert_near(general_gemm(a, b, out_dtype=torch.float32, layout=layout)[0], expected, torch.float32)
+
+
+@pytest.mark.parametrize("wrong", [0, 1], ids=["A", "B"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_other_usage_is_refused_before_blackwell(layout: str, wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's FP8 GEMMs are "TN" alone; later GPUs read any layout of FP8 with one scale a tensor."""
+    usages = list(USAGES[layout])
+    usages[wrong] = "columnwise" if usages[wrong] == "rowwise" else "rowwise"
+    a, b = (operand_with(*rest, i) for i, rest in enumerate(zip(usages, LAYOUTS[layout], strict=True)))
+    missing = "row-wise" if usages[wrong] == "columnwise" else "column-wise"
+    with pytest.raises(RuntimeError, match=f"Input {'AB'[wrong]} is missing {missing} usage"):
+        general_gemm(a, b, out_dtype=torch.float32, layout=layout)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    assert_near(general_gemm(a, b, out_dtype=torch.float32, layout=layout)[0], product(a, b, layout), torch.float32)
+
+
+def test_a_transpose_that_is_out_of_date_is_not_read() -> None:
+    a, b = operand("e4m3 delayed", (K, N), 0), operand("e4m3 delayed", (M, K), 1)
+    a._transpose_invalid = True
+    with pytest.raises(RuntimeError, match="Input A is missing column-wise usage"):
+        general_gemm(a, b, out_dtype=torch.float32, layout="NN")
+
+
+NOTHING_SUITS = "Unable to find any suitable algorithms"
+# By name: kinds of A and B, shape of A `[columns, k]`, of B `[rows, k]`, options, and the error's words.
+REFUSED: dict[str, tuple[str, str, tuple[int, int], tuple[int, int], dict[str, Any], str]] = {
+    "E5M2 x E5M2": ("e5m2 delayed", "e5m2 current", (N, K), (M, K), {}, "no FP8 GEMM of E5M2 x E5M2"),
+    "FP8 x BF16": ("e4m3 delayed", "bf16", (N, K), (M, K), {}, "compatible scaling modes"),
+    "BF16 x FP8": ("bf16", "e4m3 delayed", (N, K), (M, K), {}, "compatible scaling modes"),
+    "BF16 x FP16": ("bf16", "fp16", (N, K), (M, K), {}, NOTHING_SUITS),
+    "FP32 x BF16": ("fp32", "bf16", (N, K), (M, K), {}, NOTHING_SUITS),
+    "FP32 to BF16": ("fp32", "fp32", (N, K), (M, K), {"out_dtype": BF16}, NOTHING_SUITS),
+    "BF16 to FP16": ("bf16", "bf16", (N, K), (M, K), {"out_dtype": FP16}, NOTHING_SUITS),
+    "k of A": ("e4m3 delayed", "e4m3 delayed", (N, 24), (M, 24), {}, "Leading dimension requirement on A .* 24"),
+    "k, current scaling": ("e4m3 current", "e4m3 current", (N, 120), (M, 120), {}, "Leading dimension .* 120"),
+    "columns to BF16": ("e4m3 delayed", "e4m3 delayed", (12, K), (M, K), {"out_dtype": BF16}, "12 columns"),
+    "columns to FP32": ("e4m3 delayed", "e4m3 delayed", (18, K), (M, K), {}, "18 columns"),
+    "BF16 bias to FP32": ("bf16", "bf16", (N, K), (M, K), {"bias": torch.zeros(N, dtype=BF16)}, "bias is .*bfloat16"),
+    "FP32 bias, FP8": ("e4m3 delayed", "e4m3 delayed", (N, K), (M, K), {"bias": torch.zeros(N)}, "bias of .*float32"),
+    "FP16 bias to BF16, FP8": (
+        *("e4m3 delayed", "e4m3 delayed", (N, K), (M, K)),
+        *({"bias": torch.zeros(N, dtype=FP16), "out_dtype": BF16}, "bias of .*float16"),
+    ),
+    "bias gradient, FP8": (
+        *("e4m3 delayed", "e4m3 delayed", (N, K), (M, K), {"bias": torch.zeros(N), "grad": True}),
+        "no bias gradient",
+    ),
+    "beta alone": ("bf16", "bf16", (N, K), (M, K), {"beta": 2.0}, "scale must be zero"),
+    "INT8": ("int8", "int8", (N, K), (M, K), {}, "int8"),
+    "FP64": ("fp64", "fp64", (N, K), (M, K), {}, "float64"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_gpu_refuses(case: str) -> None:
+    kind_a, kind_b, shape_a, shape_b, options, words = REFUSED[case]
+    a, b = operand(kind_a, shape_a, 0), operand(kind_b, shape_b, 1)
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        general_gemm(a, b, **{"out_dtype": FP32, **options})
+
+
+def test_a_result_of_fp8_takes_no_accumulation_and_no_e5m2_of_e4m3() -> None:
+    a, b = operand("e4m3 delayed", (N, K), 0), operand("e4m3 delayed", (M, K), 1)
+    e4m3, e5m2 = (
+        te.Float8Quantizer(torch.ones(1), torch.zeros(1), dtype)
+        for dtype in (tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2)
+    )
+    with pytest.raises(RuntimeError, match="has no E5M2 result"):
+        general_gemm(a, b, out_dtype=BF16, quantization_params=e5m2)
+    with pytest.raises(RuntimeError, match="not supported with FP8 GEMM output"):
+        general_gemm(
+            a, b, out_dtype=BF16, quantization_params=e4m3, out=e4m3(torch.zeros(M, N, dtype=BF16)), accumulate=True
+        )
+    wide = operand("e4m3 delayed", (24, K), 0)
+    with pytest.raises(RuntimeError, match=r"24 columns of torch\.float8_e4m3fn"):
+        general_gemm(wide, b, out_dtype=BF16, quantization_params=e4m3)
+    assert general_gemm(wide, b, out_dtype=BF16)[0].shape == (M, 24)
+
+
+def test_memory_out_of_order_or_out_of_line_is_refused() -> None:
+    a, b = operand("bf16", (N, K), 0), operand("bf16", (M, K), 1)
+    for wrong in ({"A": a.t().contiguous().t(), "B": b}, {"A": a, "B": b.t().contiguous().t()}):
+        with pytest.raises(RuntimeError, match="is not contiguous"):
+            generic_gemm(**wrong)
+    with pytest.raises(RuntimeError, match="D is not contiguous"):
+        generic_gemm(A=a, B=b, D=torch.zeros(N, M).t())
+    a, b = operand("e4m3 delayed", (N, K), 0), operand("e4m3 delayed", (M, K), 1)
+    a._data = torch.cat([torch.zeros(4, dtype=torch.uint8), a._data.flatten()])[4:].view(N, K)
+    with pytest.raises(RuntimeError, match="A of an FP8 GEMM begins 4 bytes past"):
+        generic_gemm(A=a, B=b)
+
+
+def generic_gemm(**options: Any) -> Any:
+    """TE's binding with nothing special, apart from `options`."""
+    usual = {
+        **{"transA": True, "transB": False, "D": None, "quantizer": None, "output_dtype": tex.DType.kFloat32},
+        **{"bias": None, "bias_type": tex.DType.kBFloat16, "gelu": False, "gelu_in": None, "grad": False},
+        **{"workspace": torch.empty(1), "workspace_size": 1, "accumulate": False, "use_split_accumulator": False},
+    }
+    return tex.generic_gemm(**{**usual, **options})
 
 
 @pytest.mark.parametrize("kind", ["bf16", "e4m3 delayed"])
@@ -111,13 +229,20 @@ def test_alpha_and_beta() -> None:
     assert_near(out, product(a, b, "NT") * 0.5 + 6, torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "e4m3 delayed"])
-def test_bias_and_its_gradient(kind: str) -> None:
-    a, b, bias = operand(kind, (N, K), 0), operand(kind, (M, K), 1), torch.randn(N).bfloat16()
-    for dtype in (torch.float32, torch.bfloat16):
-        result = general_gemm(a, b, out_dtype=dtype, bias=bias)[0]
-        assert_near(result, product(a, b, "TN") + bias.double(), dtype)
-    x, grad = operand(kind, (K, N), 0), operand(kind, (K, M), 1)
+@pytest.mark.parametrize(
+    ("kind", "output", "of_bias"),
+    [
+        *[("bf16", BF16, BF16), ("bf16", FP32, FP32), ("fp32", FP32, FP32), ("fp16", FP16, FP16)],
+        *[("e4m3 delayed", BF16, BF16), ("e4m3 delayed", FP32, BF16), ("e4m3 delayed", FP16, FP16)],
+    ],
+)
+def test_bias(kind: str, output: torch.dtype, of_bias: torch.dtype) -> None:
+    a, b, bias = operand(kind, (N, K), 0), operand(kind, (M, K), 1), torch.randn(N).to(of_bias)
+    assert_near(general_gemm(a, b, out_dtype=output, bias=bias)[0], product(a, b, "TN") + bias.double(), output)
+
+
+def test_bias_gradient() -> None:
+    x, grad = operand("bf16", (K, N), 0), operand("bf16", (K, M), 1)
     out = torch.zeros(M, N)
     _, bias_grad, _, _ = general_gemm(
         x, grad, out_dtype=torch.float32, layout="NT", out=out, accumulate=True, grad=True, bias=torch.ones(M)
@@ -166,15 +291,6 @@ def test_delayed_scaling_of_other_operands_sees_the_rounded_result() -> None:
     assert torch.equal(result._data, tex.quantize(general_gemm(a, b, out_dtype=torch.bfloat16)[0], quantizer)._data)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_columnwise_bytes_of_their_own_are_read(layout: str) -> None:
-    """As a collective or a copy leaves them, not as a view of rowwise bytes."""
-    a, b = (operand("e4m3 delayed", shape, i, rowwise=False) for i, shape in enumerate(LAYOUTS[layout]))
-    for x in (a, b):
-        x._transpose = x._transpose.contiguous()
-    assert_near(general_gemm(a, b, out_dtype=torch.float32, layout=layout)[0], product(a, b, layout), torch.float32)
-
-
 def test_an_output_of_another_shape_or_dtype_is_refused() -> None:
     a, b = operand("bf16", (K, N), 0), operand("bf16", (K, M), 1)
     for out, dtype in [
@@ -182,7 +298,7 @@ def test_an_output_of_another_shape_or_dtype_is_refused() -> None:
         (torch.zeros(M * N), torch.float32),
         (torch.zeros(M, N), torch.bfloat16),
     ]:
-        with pytest.raises(ValueError, match="output D"):
+        with pytest.raises(RuntimeError, match="GEMM output has invalid"):
             general_gemm(a, b, layout="NT", out=out, out_dtype=dtype)
 
 
@@ -200,8 +316,8 @@ def test_empty_operands() -> None:
 def test_nan_and_infinity_come_through() -> None:
     a, b = torch.eye(16), torch.ones(8, 16)
     b[3, 5] = float("nan")
-    quantized = tex.quantize(b, te.Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType.kFloat8E4M3))
-    result = general_gemm(a, quantized, out_dtype=torch.float32)[0]
+    quantizer = te.Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType.kFloat8E4M3)
+    result = general_gemm(tex.quantize(a, quantizer), tex.quantize(b, quantizer), out_dtype=torch.float32)[0]
     assert result.isnan().any(dim=1).nonzero().tolist() == [[3]]
 
 
@@ -224,8 +340,8 @@ def test_autocast_does_not_reach_into_the_gemm() -> None:
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
-    with pytest.raises(ValueError, match=r"32 elements of A \(16, 32\).*48 of B \(24, 48\)"):
-        general_gemm(operand("bf16", (N, K), 0), operand("bf16", (M, 48), 1), out_dtype=torch.float32)
+    with pytest.raises(RuntimeError, match=r"32 elements of A \(16, 32\).*64 of B \(48, 64\)"):
+        general_gemm(operand("bf16", (N, K), 0), operand("bf16", (M, 64), 1), out_dtype=torch.float32)
 
 
 def test_overlapped_communication_is_refused() -> None:

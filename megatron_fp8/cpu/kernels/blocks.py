@@ -55,8 +55,8 @@ def _untiled(tiles: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def matrix_of(tensor: Tensor) -> Tensor:
-    """Contiguous `[product of the leading axes, last]`."""
-    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
+    """Contiguous `[product of the leading axes, last]`; `[1, 1]` of a tensor without axes."""
+    return tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).contiguous()
 
 
 def empty_blocks(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, **options: Any) -> Any:

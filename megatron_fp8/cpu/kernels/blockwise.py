@@ -75,12 +75,12 @@ def blockwise_values(storage: Any, columnwise: bool) -> tuple[Tensor, float]:
     fp8, square = torch_dtype(storage._fp8_dtype), storage._is_2D_scaled
     tile = (_LENGTH, _LENGTH) if square else (1, _LENGTH)
     # Columnwise bytes are a matrix of the same kind, transposed: 1D blocks lie along its last axis too.
-    matrix = data.reshape(data.shape[0], -1) if columnwise else matrix_of(data)
+    matrix = data.reshape(data.shape[0] if data.dim() else 1, -1) if columnwise else matrix_of(data)
     scale_inv = storage._columnwise_scale_inv if columnwise else storage._rowwise_scale_inv
     tiles = [-(-size // length) for size, length in zip(matrix.shape, tile, strict=True)]
     scale_inv = scale_inv[: tiles[0], : tiles[1]] if square else scale_inv[: tiles[1], : tiles[0]].t()
     values = decode_tiles(matrix.contiguous(), scale_inv, fp8, tile).reshape(data.shape)
-    return values.movedim(0, -1) if columnwise else values, 1.0
+    return values.movedim(0, -1) if columnwise and data.dim() else values, 1.0
 
 
 def dequantize_blockwise(storage: Any, dtype: torch.dtype) -> Tensor:

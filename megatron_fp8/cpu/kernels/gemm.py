@@ -9,6 +9,7 @@ Only `out=` forms of torch's matrix products are called: autocast would run the 
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp8.cpu.kernels.dtypes import torch_dtype
+from megatron_fp8.cpu.kernels.gemm_limits import Epilogue, check_gemm, describe
 from megatron_fp8.cpu.kernels.quantize import format_of, quantize
 
 __all__ = ["generic_gemm"]
@@ -38,9 +40,9 @@ class _Operand:
 @torch.no_grad()
 def generic_gemm(
     A: Any,
-    transa: bool,
+    transA: bool,
     B: Any,
-    transb: bool,
+    transB: bool,
     D: Any,
     quantizer: Any,
     output_dtype: Any,
@@ -52,7 +54,7 @@ def generic_gemm(
     workspace: Tensor,  # noqa: ARG001
     workspace_size: int,  # noqa: ARG001
     accumulate: bool,
-    use_split_accumulator: bool,  # noqa: ARG001
+    use_split_accumulator: bool,
     comm_overlap: Any = None,
     comm_type: Any = None,
     extra_output: Tensor | None = None,
@@ -60,7 +62,7 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> list[Any]:
-    """`D = alpha * op(B) @ op(A) [+ beta * D] [+ bias]`, `op` transposing where `transa`, `transb` say so.
+    """`D = alpha * op(B) @ op(A) [+ beta * D] [+ bias]`, `op` transposing where `transA`, `transB` say so.
 
     A, B: `[..., columns]`, taken as matrices `[rows, columns]`; FP32, BF16, FP16 or quantised. The forward GEMM is
     `TN` with weight A `[n, k]` and input B `[..., k]`, the input gradient `NN`, the weight gradient `NT`.
@@ -72,24 +74,32 @@ def generic_gemm(
     gradient, the sum of B over its rows in D's dtype, and `gelu` multiplies with GELU's derivative at `gelu_in`.
 
     Returns [D, bias gradient or None, values before GELU or None, extra_output]. Raises NotImplementedError for
-    overlapped communication and unknown formats, ValueError for shapes that do not fit or a missing `gelu_in`.
+    overlapped communication and unknown formats, RuntimeError for what TE or cuBLASLt refuse (`gemm_limits`).
     """
     if comm_overlap is not None or comm_type is not None or bulk_overlap:
         raise NotImplementedError("generic_gemm with overlapped communication (Userbuffers) has no CPU stand-in")
-    right, left = _operand(A, not transa), _operand(B, transb)
+    a, b, quantized = describe("A", A), describe("B", B), _is_quantized(A) or _is_quantized(B)
     dtype = _output_dtype(A, D, output_dtype)
-    shape = _output_shape(left.matrix, transb, right.matrix, transa, B)
+    sizes, shape = _sizes(A, transA, B, transB)
     _check_output(D, dtype, shape)
+    _check_beta(D, accumulate, beta)
+    if 0 not in sizes:
+        in_kernel = _quantises_in_kernel(quantizer, quantized)
+        output = torch_dtype(quantizer.dtype) if in_kernel else dtype
+        biased = None if bias is None else bias.dtype if not grad else dtype
+        epilogue = Epilogue(output, biased, gelu, grad, accumulate, use_split_accumulator)
+        check_gemm(a, transA, b, transB, sizes, epilogue, D)
+    right, left = _operand(A, not transA), _operand(B, transB)
     bias_grad = left.matrix.sum(dim=0).mul_(left.factor).to(dtype) if grad and bias is not None else None
     in_place = quantizer is None and not gelu and D is not None and D.dtype == torch.float32
     total = D if in_place else torch.empty(shape, dtype=torch.float32)
     if accumulate and not in_place:
         total.copy_(D)
     beta = (1.0 if beta is None else beta) if accumulate else 0.0
-    _multiply(left, transb, right, transa, alpha, beta, None if grad else bias, total)
+    _multiply(left, transB, right, transA, alpha, beta, None if grad else bias, total)
     if in_place:
         return [D, bias_grad, None, extra_output]
-    quantized, before_gelu = _is_quantized(A) or _is_quantized(B), None
+    before_gelu = None
     if gelu and not grad:
         before_gelu = total.to(torch_dtype(bias_type) if quantized else dtype)
         total = torch.nn.functional.gelu(total, approximate="tanh")
@@ -142,7 +152,7 @@ def _bf16_products(enabled: bool) -> Iterator[None]:
 
 def _gelu_backward(grad: Tensor, gelu_in: Tensor | None) -> Tensor:
     if gelu_in is None:
-        raise ValueError("generic_gemm with grad and gelu needs gelu_in, the values before GELU")
+        raise RuntimeError("generic_gemm with grad and gelu needs gelu_in, the values before GELU")
     before = gelu_in.view(grad.shape).to(torch.float32)
     return torch.ops.aten.gelu_backward(grad, before, approximate="tanh")
 
@@ -168,29 +178,50 @@ def _output_dtype(A: Any, D: Any, output_dtype: Any) -> torch.dtype:
     return given.dtype if isinstance(given, Tensor) else given._dtype
 
 
-def _output_shape(left: Tensor, transpose_left: bool, right: Tensor, transpose_right: bool, B: Any) -> list[int]:
-    """`[*leading axes of B, n]`, or `[m, n]` for the weight gradient, which sums over B's rows."""
-    inner = left.shape[0 if transpose_left else 1], right.shape[1 if transpose_right else 0]
-    if inner[0] != inner[1]:
-        raise ValueError(
-            f"GEMM sums over {inner[1]} elements of A {tuple(right.shape)} (transa={transpose_right}) but over"
-            f" {inner[0]} of B {tuple(left.shape)} (transb={transpose_left})"
+def _sizes(A: Any, transa: bool, B: Any, transb: bool) -> tuple[tuple[int, int, int], list[int]]:
+    """m, n and k of `gemm_limits`, and the result's shape: `[*leading axes of B, m]`, or `[n, m]` for the weight
+    gradient, which sums over B's rows. Raises RuntimeError where A and B do not fit."""
+    a, b = A.size(), B.size()
+    rows_a, rows_b = math.prod(a[:-1]), math.prod(b[:-1])
+    k, k_of_b = (a[-1] if transa else rows_a), (rows_b if transb else b[-1])
+    if k != k_of_b:
+        raise RuntimeError(
+            f"Invalid matrix dimensions for GEMM: it sums over {k} elements of A {tuple(a)} (transA={transa}) but over"
+            f" {k_of_b} of B {tuple(b)} (transB={transb})"
         )
-    columns = right.shape[0 if transpose_right else 1]
-    return [left.shape[1], columns] if transpose_left else [*B.size()[:-1], columns]
+    m, n = (rows_a if transa else a[-1]), (b[-1] if transb else rows_b)
+    return (m, n, k), [n, m] if transb else [*b[:-1], m]
 
 
 def _check_output(D: Any, dtype: torch.dtype, shape: list[int]) -> None:
-    if D is not None and (list(D.shape) != shape or D.dtype != dtype):
-        raise ValueError(f"the GEMM's output D is {D.dtype} {list(D.shape)}; its result is {dtype} {shape}")
+    if D is None:
+        return
+    if list(D.size()) != shape or D.dtype != dtype:
+        raise RuntimeError(
+            f"GEMM output has invalid dims or dtype: D is {D.dtype} {list(D.size())}; the result is {dtype} {shape}"
+        )
+    if not _is_quantized(D) and not D.is_contiguous():
+        raise RuntimeError("GEMM output D is not contiguous; TE's GEMM writes its memory in order")
+
+
+def _check_beta(D: Any, accumulate: bool, beta: float | None) -> None:
+    if accumulate and D is None:
+        raise RuntimeError("GEMM accumulates into an output that was not given")
+    if beta and not accumulate:
+        raise RuntimeError("Trying to use non-zero beta while not accumulating into D tensor")
+
+
+def _quantises_in_kernel(quantizer: Any, fp8_operands: bool) -> bool:
+    """Whether the GEMM's kernel writes FP8: delayed scaling of FP8 operands."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    return fp8_operands and isinstance(quantizer, Float8Quantizer)
 
 
 def _deliver(total: Tensor, dtype: torch.dtype, D: Any, quantizer: Any, fp8_operands: bool) -> Any:
     if quantizer is None:
         return total.to(dtype) if D is None else D.copy_(total)
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-
-    fused = fp8_operands and isinstance(quantizer, Float8Quantizer)
+    fused = _quantises_in_kernel(quantizer, fp8_operands)
     if D is None:
         D = format_of(quantizer).empty(quantizer, total.shape, dtype, "cpu")
     return quantize(total if fused else total.to(dtype), quantizer, D)
