@@ -41,7 +41,7 @@ install() {
 }
 # Entries of the locks by a pattern of their names; without hashes torch's exact version may be a build for CPUs.
 entries() {
-    awk -v wanted="$1" '/^[a-z0-9]/ { take = $0 ~ wanted } take' locks/run.lock locks/dev.lock |
+    awk -v wanted="$1" '/^[^ ]/ { take = /^[a-z0-9]/ && $0 ~ wanted } take' locks/run.lock locks/dev.lock |
         if [[ ${UNLOCKED:-} == 1 ]]; then sed -E '/^ +--hash/d; s/ \\$//; s/===/==/'; else cat; fi
 }
 if [[ ${UNLOCKED:-} == 1 ]]; then
