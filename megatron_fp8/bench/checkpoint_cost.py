@@ -56,7 +56,7 @@ class _Subject:
         self._plain = directory / "plain.pt"
         self._directory = CheckpointDirectory(directory / "checkpoints")
         self._writer = CheckpointWriter(self._directory, live)
-        self._tensors = [box.data for box in live.tensors_to_save({}).values()]
+        self._tensors = [piece.values for content in live.contents({}) for piece in content.pieces()]
         self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
 
     def save_round(self, number: int) -> dict[str, float]:

@@ -6,13 +6,13 @@ At most a few pieces are in memory at a time. No process group; must not know wh
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from io import BytesIO
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_fp8.checkpoint.manifest import CheckpointError
+from megatron_fp8.checkpoint.pieces import overlap, read_piece, within
 from megatron_fp8.checkpoint.plain_index import IndexedTensor, Piece, read_plain_index
 
 _PIECES_IN_MEMORY = 8
@@ -59,12 +59,12 @@ def _compare(name: str, one: IndexedTensor, first: Path, other: IndexedTensor, s
     max_abs, max_rel, num_different, num_compared = 0.0, 0.0, 0, 0
     read_first = _reader(first)
     for piece in other.pieces:
-        values = _read(second, piece)
+        values = read_piece(second, piece)
         for counterpart in one.pieces:
-            overlap = _overlap(piece, counterpart)
-            if overlap is None:
+            spans = overlap(piece, counterpart)
+            if spans is None:
                 continue
-            left, right = read_first(counterpart)[_within(counterpart, overlap)], values[_within(piece, overlap)]
+            left, right = read_first(counterpart)[within(counterpart, spans)], values[within(piece, spans)]
             num_compared += left.numel()
             absolute, relative, number = _numbers(left, right)
             # Not max(), for which NaN is smaller or larger by chance.
@@ -78,36 +78,9 @@ def _compare(name: str, one: IndexedTensor, first: Path, other: IndexedTensor, s
 def _reader(directory: Path) -> Callable[[Piece], Tensor]:
     @lru_cache(maxsize=_PIECES_IN_MEMORY)
     def read(piece: Piece) -> Tensor:
-        return _read(directory, piece)
+        return read_piece(directory, piece)
 
     return read
-
-
-def _read(directory: Path, piece: Piece) -> Tensor:
-    path = directory / piece.file
-    try:
-        with path.open("rb") as file:
-            file.seek(piece.start)
-            content = file.read(piece.num_bytes)
-        tensor = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read at byte {piece.start:,}: {error}") from error
-    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != piece.shape:
-        raise CheckpointError(f"{path} does not hold a tensor of shape {list(piece.shape)} at byte {piece.start:,}")
-    return tensor
-
-
-def _overlap(one: Piece, other: Piece) -> tuple[tuple[int, int], ...] | None:
-    """(first, one past the last) along every axis of what two pieces of a tensor share; None: nothing."""
-    spans = tuple(
-        (max(a, b), min(a + n, b + m))
-        for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
-    )
-    return spans if all(start < stop for start, stop in spans) else None
-
-
-def _within(piece: Piece, spans: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
-    return tuple(slice(start - o, stop - o) for (start, stop), o in zip(spans, piece.offset, strict=True))
 
 
 def _numbers(left: Tensor, right: Tensor) -> tuple[float, float, int]:

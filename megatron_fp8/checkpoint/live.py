@@ -7,25 +7,32 @@ weights follow from the masters. Must not know directories or when to save.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 from transformer_engine.pytorch import Float8Tensor
 
-from megatron_fp8.checkpoint.contents import ModelPlaces, fp8_weight_tensors, optimizer_tensors, whole_tensor
+from megatron_fp8.checkpoint.contents import (
+    Content,
+    ModelPlaces,
+    fp8_weight_tensors,
+    optimizer_tensors,
+    whole_content,
+)
 from megatron_fp8.checkpoint.index import StoredTensor, read_index
 from megatron_fp8.checkpoint.manifest import CheckpointError
+from megatron_fp8.checkpoint.pieces import fill
+from megatron_fp8.checkpoint.placement import whole_box
 from megatron_fp8.checkpoint.streams import read_streams, stream_owner, write_streams
+from megatron_fp8.checkpoint.together import all_or_none
 from megatron_fp8.optim.state import (
     MASTER,
     NAMES,
     WEIGHT,
+    StatePart,
     allocate_state,
     masters_to_parameters,
     read_scalars,
@@ -53,28 +60,25 @@ class LiveState:
         """Numbers to be saved in the manifest, the same on every rank."""
         return {**read_scalars(self.optimizer), "schedule_steps": self.schedule.num_steps}
 
-    def tensors_to_save(self, own: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Megatron's sharded state dict of everything, and of tensors that are this rank's `own`.
+    def contents(self, own: Mapping[str, Tensor]) -> Iterator[Content]:
+        """Everything that this rank holds, and tensors that are this rank's `own`.
 
-        Its tensors are the live ones.
+        States that are kept scaled become FP32 one by one, as they are read.
         """
         allocate_state(self.optimizer)
         groups = self.places.groups
-        boxes: dict[str, Any] = {}
-        for _, _, _, parts in optimizer_tensors(self.optimizer, self.places):
-            boxes.update(_by_place(parts))
-        for _, parts, scale in fp8_weight_tensors(self.places):
-            boxes.update(_by_place([*parts, scale]))
-        in_stage = groups.tp.rank() + groups.tp.size() * groups.dp.rank()
+        for _, _, content in optimizer_tensors(self.optimizer, self.places):
+            yield content
+        for _, content, scale in fp8_weight_tensors(self.places):
+            yield from (content, scale)
+        is_first_in_stage = groups.tp.rank() == groups.dp.rank() == 0
         for name, tensor in self.precision.state_dict().items():
             # A rank's own state has its own name; a layer's is in one stage; the rest is everywhere.
-            replica = 0 if "@" in name else in_stage if name.startswith("layers.") else groups.rank
-            boxes[_PRECISION + name] = whole_tensor(_PRECISION + name, tensor, replica)
+            is_mine = "@" in name or (is_first_in_stage if name.startswith("layers.") else groups.rank == 0)
+            yield whole_content(_PRECISION + name, tensor, is_mine)
         streams = {f"{_STREAM}{name}": state for name, state in read_streams(self.device).items()}
         for name, tensor in {**streams, **own, **self._state_scales()}.items():
-            key = f"{name}@{stream_owner(groups)}"
-            boxes[key] = whole_tensor(key, tensor, 0)
-        return boxes
+            yield whole_content(f"{name}@{stream_owner(groups)}", tensor, True)
 
     def load_own(self, directory: Path, name: str) -> Tensor | None:
         """A tensor that every rank saved as its own: this rank's, or under another layout the sum on rank 0, else 0.
@@ -88,11 +92,9 @@ class LiveState:
         every = [key for key in index if key.startswith(f"{name}@")]
         same_layout = mine in index and len(every) == self.places.groups.world_size
         keys = [mine] if same_layout else sorted(every)
-        wanted = {key: whole_tensor(key, torch.zeros(index[key].shape, dtype=index[key].dtype), 0) for key in keys}
-        if not wanted:
+        if not keys:
             return None
-        dist_checkpointing.load(dict(wanted), str(directory), validate_access_integrity=False)
-        total = torch.stack([tensor.data for tensor in wanted.values()]).sum(dim=0)
+        total = torch.stack([_whole(directory, key, index[key]) for key in keys]).sum(dim=0)
         return total if same_layout or self.places.groups.rank == 0 else torch.zeros_like(total)
 
     def load(self, directory: Path, scalars: Mapping[str, float], weights_only: bool = False) -> list[str]:
@@ -104,35 +106,49 @@ class LiveState:
         index = read_index(directory)
         allocate_state(self.optimizer)
         states = list(optimizer_tensors(self.optimizer, self.places, (MASTER,) if weights_only else None))
-        has_weights = any(name == WEIGHT and boxes and boxes[0].key in index for _, name, _, boxes in states)
-        if not has_weights:
-            states = [state for state in states if state[1] != WEIGHT]
-        _require_same_model(directory, index, [box for _, _, _, boxes in states for box in boxes])
-        weights = [(w, parts, scale) for w, parts, scale in fp8_weight_tensors(self.places) if scale.key in index]
-        others = {} if weights_only else self._others(index)
-        wanted = dict(others)
-        for _, _, _, boxes in states:
-            wanted.update(_by_place(boxes))
-        if not weights_only:
-            for _, boxes, scale in weights:
-                wanted.update(_by_place([*boxes, scale]))
-        # The tensors are filled where they are.
-        dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
-        scales = self._saved_scales(directory, index)
-        fp8_bytes = [(weight, weight._data.clone(), scale.data.clone()) for weight, _, scale in weights]
-        for part, name, values, _ in states:
-            scaled = not weights_only and part.scale(name) is not None
-            part.write(name, values, next(scales, None) if scaled else None)
+        has_weights = any(name == WEIGHT and content.key in index for _, name, content in states)
+        states = [state for state in states if state[1] != WEIGHT or has_weights]
+        with all_or_none(self.device):
+            _require_same_model(directory, index, [content for _, _, content in states])
+            self._load_states(directory, index, states, with_scales=not weights_only)
+            weights = [] if weights_only else list(self._saved_fp8_weights(directory, index))
+            others = {} if weights_only else self._others(directory, index)
         if weights_only:
             masters_to_parameters(self.optimizer, self.chunks)
             return []
         write_scalars(self.optimizer, scalars)
         self.schedule.num_steps = 0
         self.schedule.step(int(scalars["schedule_steps"]))
-        notes = self._restore_others({name: tensor.data for name, tensor in others.items()}, index)
+        notes = self._restore_others(others, index)
         masters_to_parameters(self.optimizer, self.chunks, has_weights)
-        self._restore_fp8_weights(fp8_bytes)
+        self._restore_fp8_weights(weights)
         return notes
+
+    def _load_states(
+        self,
+        directory: Path,
+        index: Mapping[str, StoredTensor],
+        states: Sequence[tuple[StatePart, str, Content]],
+        with_scales: bool,
+    ) -> None:
+        """Fill the optimizer's states where they are; those that are kept scaled by way of one FP32 copy at a time."""
+        scales = self._saved_scales(directory, index)
+        for part, name, content in states:
+            values = part.read(name)
+            _fill(directory, index, content, values)
+            scaled = with_scales and part.scale(name) is not None
+            part.write(name, values, next(scales, None) if scaled else None)
+
+    def _saved_fp8_weights(
+        self, directory: Path, index: Mapping[str, StoredTensor]
+    ) -> Iterator[tuple[Float8Tensor, Tensor, Tensor]]:
+        """(weight, its bytes, its inverse scale) as they were saved, which the cast of the masters would not give."""
+        for weight, content, scale in fp8_weight_tensors(self.places):
+            if scale.key in index:
+                saved, scale_inv = torch.empty_like(weight._data), torch.empty_like(weight._scale_inv)
+                _fill(directory, index, content, saved.view(-1))
+                _fill(directory, index, scale, scale_inv.view(-1))
+                yield weight, saved, scale_inv
 
     def _state_scales(self) -> dict[str, Tensor]:
         """The scales of this rank's FP16 and FP8 states, one after another; they belong to the layout."""
@@ -158,11 +174,11 @@ class LiveState:
         if saved:
             self.precision.finish_step(skipped=True)
 
-    def _others(self, index: Mapping[str, StoredTensor]) -> dict[str, ShardedTensor]:
+    def _others(self, directory: Path, index: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
         """What is loaded whole: scaling state of any rank, this rank's random streams."""
         mine = f"@{stream_owner(self.places.groups)}"
         return {
-            name: whole_tensor(name, torch.empty(stored.shape, dtype=stored.dtype), 0)
+            name: _whole(directory, name, stored)
             for name, stored in index.items()
             if name.startswith(_PRECISION) or (name.startswith(_STREAM) and name.endswith(mine))
         }
@@ -178,21 +194,28 @@ class LiveState:
         return notes
 
 
-def _by_place(boxes: Sequence[ShardedTensor]) -> dict[str, Any]:
-    return {f"{box.key}@{box.global_offset}": box for box in boxes}
+def _whole(directory: Path, name: str, stored: StoredTensor) -> Tensor:
+    """A whole stored tensor, on the host."""
+    tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+    fill(directory, name, stored.indexed, tensor.view(-1), [whole_box(stored.shape)], 0)
+    return tensor
+
+
+def _fill(directory: Path, index: Mapping[str, StoredTensor], content: Content, values: Tensor) -> None:
+    fill(directory, content.key, index[content.key].indexed, values, content.boxes, content.first)
 
 
 def _scalar_again(name: str, tensor: Tensor) -> Tensor:
     return tensor if name.startswith("layers.") else tensor.reshape(())
 
 
-def _require_same_model(directory: Path, index: Mapping[str, StoredTensor], boxes: Sequence[ShardedTensor]) -> None:
+def _require_same_model(directory: Path, index: Mapping[str, StoredTensor], contents: Sequence[Content]) -> None:
     wrong = []
-    for key, shape in {box.key: box.global_shape for box in boxes}.items():
+    for key, shape in {content.key: content.whole_shape for content in contents}.items():
         stored = index.get(key)
         if stored is None:
             wrong.append(f"{key} is not there")
-        elif stored.shape != tuple(shape):
+        elif stored.shape != shape:
             wrong.append(f"{key} has shape {list(stored.shape)}, this model's is {list(shape)}")
     if wrong:
         more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""

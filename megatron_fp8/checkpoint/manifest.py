@@ -19,7 +19,9 @@ from typing import Any
 
 import yaml
 
-FORMAT_VERSION = 1
+# 2: torch's files and nothing of Megatron's; 1, with `common.pt` or Megatron's `common_state` beside the tensors, is
+# read as well.
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 # Each rank writes the sums of its own files beside them; the commit gathers them into the manifest.
 _SUMS_PREFIX = ".sums-"

@@ -30,6 +30,11 @@ class Box:
         return self.start + size
 
 
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """The box that is all of a tensor."""
+    return Box(0, (0,) * len(shape), shape)
+
+
 @dataclass(frozen=True)
 class Placement:
     """A tensor-parallel rank's shard of a parameter.

@@ -1,35 +1,36 @@
-"""Owns writing a checkpoint in the background: the copy, Megatron's writer process, sums, the commit.
+"""Owns writing a checkpoint in the background: the copy, the writers' files, sums, the index, the commit.
 
-The step that saves waits for the copy of this rank's state. A process then writes and sums the files; when all ranks'
-have ended, which `poll` looks at between steps, rank 0 commits. A write that failed raises its own error there, and
+The step that saves waits for the copy of this rank's state to the host. A process then writes and sums this rank's
+files and notes which pieces of which tensors they hold; when those of all ranks have ended, which `poll` looks at
+between steps, rank 0 makes the index of these notes and commits. A write that failed raises its own error there, and
 the checkpoint before it stays the latest. Must not know when to save.
 """
 
-import os
-import queue
+import heapq
+import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
+from megatron_fp8.checkpoint.index import write_index
 from megatron_fp8.checkpoint.live import LiveState
-from megatron_fp8.checkpoint.mailbox import use_mailbox
-from megatron_fp8.checkpoint.manifest import CheckpointError, Manifest, flushed_meanwhile, write_sums
-from megatron_fp8.checkpoint.orphan import die_with
-from megatron_fp8.checkpoint.together import on_rank_0
+from megatron_fp8.checkpoint.manifest import CheckpointError, Manifest, flushed_meanwhile, write_sums, write_whole
+from megatron_fp8.checkpoint.pieces import NewPiece, WrittenPiece, write_pieces
+from megatron_fp8.checkpoint.plain_index import INDEX, Piece
+from megatron_fp8.checkpoint.together import all_or_none, on_rank_0
+from megatron_fp8.checkpoint.writer import WriterProcess
+
+# One thread neither fills a disk nor sums as fast as one writes.
+_FILES_PER_RANK = 2
+_NOTES_PREFIX = ".pieces-"
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,24 @@ class SavedCheckpoint:
     seconds: float
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """A write that is going on. `writer` None: there is none, because of `failure`."""
+
+    manifest: Manifest
+    writer: WriterProcess | None
+    failure: OSError | None
+    started: float
+    hold_up_seconds: float
+
+
 class CheckpointWriter:
     """Writes checkpoints of `live` into `directory`, one at a time; every rank makes one and calls the same methods."""
 
     def __init__(self, directory: CheckpointDirectory, live: LiveState) -> None:
         self._directory = directory
         self._live = live
-        self._queue = AsyncCallsQueue()
         self._pending: _Pending | None = None
-        use_mailbox()
 
     def start(self, manifest: Manifest, own: Mapping[str, Tensor] | None = None) -> None:
         """Copy the state and begin to write it, with tensors that are this rank's `own`. Collective.
@@ -66,137 +76,108 @@ class CheckpointWriter:
         started = time.monotonic()
         path = self._directory.incomplete(manifest.iteration)
         on_rank_0(lambda: self._directory.begin(manifest.iteration), self._live.device)
+        copies = [piece for content in self._live.contents(own or {}) if content.is_mine for piece in content.pieces()]
+        rank = torch.distributed.get_rank()
+        writer, failure = None, None
         try:
-            request = dist_checkpointing.save(
-                self._live.tensors_to_save(own or {}),
-                str(path),
-                async_sharded_save=True,
-                async_strategy="mcore",
-                # What every rank writes follows from the layout, which tests check; this would gather it all each time.
-                validate_access_integrity=False,
-            )
-        except (OSError, RuntimeError) as error:  # torch's own writer of files raises the latter
-            raise CheckpointError(f"{path} cannot be written: {error}{self._space_left()}") from error
-        assert request is not None
-        if self._live.device.type == "cpu":
-            # A forked process sees host memory as it is now, whatever this one does to it: that is the copy.
-            request = request._replace(preload_fn=None)
-        self._queue.schedule_async_request(_with_sums(request, path))
-        self._pending = _Pending(manifest, started, time.monotonic() - started)
+            writer = WriterProcess(partial(write_part, path, rank, copies))
+        except OSError as error:
+            # Told to all ranks together, with what other writers meet.
+            failure = error
+        self._pending = _Pending(manifest, writer, failure, started, time.monotonic() - started)
 
     def poll(self) -> SavedCheckpoint | None:
         """The checkpoint that has become whole since the last call, if any. Collective while one is being written."""
-        return self._finish(blocking=False)
+        if self._pending is None:
+            return None
+        writer = self._pending.writer
+        running = torch.tensor([writer is not None and writer.is_running()], dtype=torch.int32)
+        running = running.to(self._live.device)
+        torch.distributed.all_reduce(running)
+        return None if running.item() else self.wait()
 
     def wait(self) -> SavedCheckpoint | None:
         """As `poll`, after the write has ended."""
-        return self._finish(blocking=True)
-
-    def _finish(self, blocking: bool) -> SavedCheckpoint | None:
         pending = self._pending
         if pending is None:
             return None
         begun = time.monotonic()
+        self._pending = None
+        iteration = pending.manifest.iteration
         try:
-            if not self._queue.maybe_finalize_async_calls(blocking):
-                return None
-        except (CheckpointException, CheckpointingException, RuntimeError, OSError) as error:
-            self._pending = None
+            with all_or_none(self._live.device):
+                _require_written(pending)
+        except CheckpointError as error:
             raise CheckpointError(
-                f"the checkpoint of iteration {pending.manifest.iteration} could not be written: {_reason(error)}"
-                f"{self._space_left()}. "
+                f"the checkpoint of iteration {iteration} could not be written: {error}{self._space_left()}. "
                 f"The latest whole one is that of iteration {self._directory.latest()}"
             ) from error
-        self._pending = None
-        on_rank_0(lambda: self._commit(pending), self._live.device)
-        path = self._directory.path(pending.manifest.iteration)
+        on_rank_0(lambda: self._commit(pending.manifest), self._live.device)
         now = time.monotonic()
         return SavedCheckpoint(
-            path,
-            pending.manifest.iteration,
-            self._directory.manifest(pending.manifest.iteration).num_bytes,
+            self._directory.path(iteration),
+            iteration,
+            self._directory.manifest(iteration).num_bytes,
             pending.hold_up_seconds + now - begun,
             now - pending.started,
         )
 
     def _space_left(self) -> str:
-        """Of the disk, for an error: torch's writers may hide what the system said behind "iostream error"."""
+        """Of the disk, for an error: torch's writer may hide what the system said behind "iostream error"."""
         free_bytes = shutil.disk_usage(self._directory.root).free
         return f" ({free_bytes / 1e6:,.1f} MB are free on its disk)"
 
-    def _commit(self, pending: "_Pending") -> None:
-        incomplete = self._directory.incomplete(pending.manifest.iteration)
-        # What Megatron writes itself, on rank 0 and after the writers: the index and its settings.
-        written = {path.name for path in incomplete.iterdir() if path.suffix != ".distcp" and path.is_file()}
-        write_sums(incomplete, -1, sorted(name for name in written if not name.startswith(".sums-")))
-        self._directory.commit(pending.manifest)
+    def _commit(self, manifest: Manifest) -> None:
+        incomplete = self._directory.incomplete(manifest.iteration)
+        write_index(incomplete, list(_noted_pieces(incomplete)))
+        write_sums(incomplete, -1, [INDEX])
+        self._directory.commit(manifest)
 
 
-@dataclass(frozen=True)
-class _Pending:
-    manifest: Manifest
-    started: float
-    hold_up_seconds: float
+def write_part(directory: Path, rank: int, copies: Sequence[NewPiece]) -> None:
+    """Write a rank's pieces into files, sum these, and note what they hold. Raises OSError as the system does."""
+    paths = [directory / f"__{rank}_{number}.distcp" for number in range(_FILES_PER_RANK)]
+    shares = [(path, share) for path, share in zip(paths, _shares(copies, len(paths)), strict=True) if share]
+    with ThreadPoolExecutor(_FILES_PER_RANK) as pool:
+        written = [new for file in pool.map(lambda share: _write_file(*share), shares) for new in file]
+    write_whole(directory / f"{_NOTES_PREFIX}{rank:06d}.json", json.dumps([asdict(new) for new in written]))
+    write_sums(directory, rank, [path.name for path, _ in shares])
 
 
-def _with_sums(request: AsyncRequest, path: Path) -> AsyncRequest:
-    """The request whose process sums this rank's files too, when they are written.
-
-    Threads write, where Megatron's process would start further ones: of those, one that is killed is waited for without
-    end.
-    """
-    rank, rank_pid = torch.distributed.get_rank(), os.getpid()
-
-    def write_and_sum(_: int = rank, buckets: Sequence[Any] = (), mailbox: Any = None) -> None:
-        assert request.async_fn is None or isinstance(request.async_fn, partial)
-        transforms = request.async_fn.args[0] if request.async_fn is not None else []
-        try:
-            die_with(rank_pid)
-            with ThreadPoolExecutor(max(1, len(buckets))) as pool:
-                results: Any = dict(pool.map(partial(_write_bucket, transforms), range(len(buckets)), buckets))
-            write_sums(path, rank, sorted(file.name for file in path.glob(f"__{rank}_*.distcp")))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the rank raises it
-            results = error
-        if mailbox is not None:
-            mailbox.put(results)
-
-    return request._replace(async_fn=write_and_sum)
+def _write_file(path: Path, pieces: Sequence[NewPiece]) -> list[WrittenPiece]:
+    # The rest is brought to the disk while the file is summed, in `write_sums`.
+    with flushed_meanwhile(path):
+        return write_pieces(path, pieces)
 
 
-def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> tuple[int, list[Any]]:
-    """Write one file by Megatron's means while the disk takes what is there already; what it holds where.
-
-    Raises what went wrong.
-    """
-    results: queue.Queue[Any] = queue.Queue()
-    counts: queue.Queue[int] = queue.Queue()
-    counts.put(number)
-    with flushed_meanwhile(Path(bucket[0])):
-        # The rest is brought to the disk while the file is summed, in `write_sums`.
-        FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, results, counts, use_fsync=False)
-    _, written = results.get_nowait()
-    if isinstance(written, Exception):
-        raise _system_error(written)
-    return number, written
+def _shares(pieces: Sequence[NewPiece], number: int) -> list[list[NewPiece]]:
+    """`pieces` in `number` parts of about as many bytes."""
+    parts: list[list[NewPiece]] = [[] for _ in range(number)]
+    smallest = [(0, part) for part in range(number)]
+    for piece in sorted(pieces, key=lambda piece: -piece.values.nbytes):
+        num_bytes, part = smallest[0]
+        parts[part].append(piece)
+        heapq.heapreplace(smallest, (num_bytes + piece.values.nbytes, part))
+    return parts
 
 
-def _system_error(error: Exception) -> Exception:
-    """What the system said, which torch covers with a complaint about positions in the file."""
-    chain: BaseException | None = error
-    while chain is not None:
-        if isinstance(chain, OSError):
-            return chain
-        chain = chain.__cause__ or chain.__context__
-    return error
+def _noted_pieces(directory: Path) -> Iterator[WrittenPiece]:
+    """What all ranks noted; the notes go, since the index has it now."""
+    for path in sorted(directory.glob(f"{_NOTES_PREFIX}*.json")):
+        for new in json.loads(path.read_text(encoding="utf-8")):
+            piece = new["piece"]
+            where = Piece(
+                tuple(piece["offset"]), tuple(piece["shape"]), piece["file"], piece["start"], piece["num_bytes"]
+            )
+            yield WrittenPiece(new["key"], tuple(new["whole_shape"]), new["dtype"], where)
+        path.unlink()
 
 
-def _reason(error: BaseException) -> str:
-    """What went wrong, in a line.
-
-    Collective over torch's exception, which all ranks get together, but only rank 0 with the reasons.
-    """
-    if not isinstance(error, CheckpointException):
-        return str(error)
-    reasons = ["; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())]
-    torch.distributed.broadcast_object_list(reasons, src=0)
-    return reasons[0]
+def _require_written(pending: _Pending) -> None:
+    """Wait for this rank's writer. Raises what it met, OSError or CheckpointError."""
+    if pending.writer is None:
+        assert pending.failure is not None
+        raise pending.failure
+    reason = pending.writer.wait()
+    if reason is not None:
+        raise CheckpointError(reason)

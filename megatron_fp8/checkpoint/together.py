@@ -1,6 +1,7 @@
 """Owns what the ranks of a job do together with files: one acts and all learn how it went, or each takes a share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,24 @@ def after_all(action: Callable[[], None]) -> None:
     """Do something once every rank has come here: rank 0 holds what all of them read. Collective."""
     torch.distributed.barrier()
     action()
+
+
+@contextmanager
+def all_or_none(device: torch.device) -> Iterator[None]:
+    """Each rank does what is inside, nothing collective; all raise CheckpointError with the reasons where one does."""
+    error: Exception | None = None
+    try:
+        yield
+    except (CheckpointError, OSError) as caught:
+        error = caught
+    failed = torch.tensor([error is not None], dtype=torch.int32, device=device)
+    torch.distributed.all_reduce(failed)
+    if not failed.item():
+        return
+    reasons: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(reasons, None if error is None else str(error))
+    found = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
+    raise CheckpointError(found) from error
 
 
 def whole_start(start: Start, config: Config) -> tuple[Start, list[str]]:

@@ -1,23 +1,16 @@
 """Owns reading single tensors of a checkpoint, whole, whatever layout wrote them.
 
-Checkpoints are in torch's distributed format (Megatron's torch_dist). Every process reads for itself: no process group
-is needed, and none is asked. Must not know models.
+Every process reads for itself: no process group is needed, and none is asked. Must not know models.
 """
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fp8.checkpoint.index import read_index
-from megatron_fp8.checkpoint.manifest import CheckpointError
+from megatron_fp8.checkpoint.pieces import fill, read_piece
+from megatron_fp8.checkpoint.placement import whole_box
 
 
 class TensorReader:
@@ -25,35 +18,14 @@ class TensorReader:
 
     def __init__(self, checkpoint: Path) -> None:
         self.index = read_index(checkpoint)
-        self._storage = _RememberingReader(checkpoint)
+        self._checkpoint = checkpoint
 
     def read(self, name: str) -> Tensor:
         """A whole tensor, on the CPU."""
         stored = self.index[name]
-        tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        with one_process(f"{name} cannot be read from {self._storage.checkpoint_id}", CheckpointError):
-            dcp.load({name: tensor}, storage_reader=self._storage, no_dist=True)
+        pieces = stored.indexed.pieces
+        if len(pieces) == 1 and pieces[0].shape == stored.shape:
+            return read_piece(self._checkpoint, pieces[0])
+        tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        fill(self._checkpoint, name, stored.indexed, tensor.view(-1), [whole_box(stored.shape)], 0)
         return tensor
-
-
-class _RememberingReader(dcp.FileSystemReader):
-    """Reads the index once, not for every tensor."""
-
-    _metadata: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
-        return self._metadata
-
-
-@contextmanager
-def one_process(failed: str, error_type: type[Exception]) -> Iterator[None]:
-    """Without torch's remark that there is no process group, which is meant; its errors as `error_type`."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except CheckpointException as error:
-            causes = "; ".join(str(cause) for cause, _ in error.failures.values())
-            raise error_type(f"{failed}: {causes}") from error

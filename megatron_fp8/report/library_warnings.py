@@ -11,6 +11,8 @@ _SAYS_NOTHING = {
     "Apex is not installed": UserWarning,
     # Said of a default of Megatron Core's own; CUDA graphs are not used.
     "full scope is deprecated": UserWarning,
+    # Megatron Core 0.19 imports a model of several modalities to build any optimizer.
+    "MimoModelConfig is experimental": UserWarning,
     # Transformer Engine's key/value cache calls it.
     r"torch\.range is deprecated": UserWarning,
     # Megatron Core calls torch by these names.

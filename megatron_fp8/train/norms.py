@@ -117,7 +117,7 @@ class NormWatch:
     def _parts(self) -> Iterator[StatePart]:
         """What this rank is to count: no copies of what another rank counts."""
         for part in state_parts(self._optimizer):
-            if not any(self._places.replica(part.parameter)):
+            if self._places.state_is_mine(part.parameter):
                 yield part
 
     def _norms(self, tensors: Iterable[Tensor]) -> Tensor:

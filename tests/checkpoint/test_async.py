@@ -28,9 +28,9 @@ def make_config(**checkpoint: Any):
 
 def train_with_slow_writers(config, directory: Path) -> Trained:
     """The writers of the first checkpoint begin once two more steps were made."""
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    from megatron_fp8.checkpoint import save
 
-    write, trainer = FileSystemWriterAsync.write_preloaded_data, os.getpid()
+    write, trainer = save.write_part, os.getpid()
     stepped = directory / f"stepped.{trainer}"
 
     def wait_and_write(*arguments: Any, **keywords: Any) -> None:
@@ -42,7 +42,7 @@ def train_with_slow_writers(config, directory: Path) -> Trained:
         write(*arguments, **keywords)
 
     def before(parts: Any) -> None:
-        FileSystemWriterAsync.write_preloaded_data = staticmethod(wait_and_write)
+        save.write_part = wait_and_write
         after_step = parts.checkpointer.after_step
 
         def tell_the_writer(progress: Any, stops: bool) -> None:
@@ -89,7 +89,8 @@ def test_saving_changes_nothing_of_the_training(tmp_path: Path) -> None:
 
 def train_with_failing_writer(config, directory: Path, steps_seen: Path) -> Trained:
     import torch
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from megatron_fp8.checkpoint import save
 
     rank = torch.distributed.get_rank()
 
@@ -98,7 +99,7 @@ def train_with_failing_writer(config, directory: Path, steps_seen: Path) -> Trai
 
     def before(parts: Any) -> None:
         if rank == 1:
-            FileSystemWriterAsync.write_preloaded_data = staticmethod(fail)
+            save.write_part = fail
         after_step = parts.checkpointer.after_step
 
         def count(progress: Any, stops: bool) -> None:

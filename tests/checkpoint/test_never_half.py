@@ -158,10 +158,11 @@ def test_a_write_that_the_system_refuses_is_the_error_of_every_rank(tmp_path: Pa
 
 def save_with_writer_killed(config, root: Path) -> list[str]:
     import torch
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from megatron_fp8.checkpoint import save
 
     trainer = os.getpid()
-    write = FileSystemWriterAsync.write_preloaded_data
+    write = save.write_part
 
     def die(*arguments: Any, **keywords: Any) -> None:
         assert os.getpid() != trainer
@@ -169,7 +170,7 @@ def save_with_writer_killed(config, root: Path) -> list[str]:
 
     def kill_second(iteration: int) -> None:
         mine = torch.distributed.get_rank() == 1 and iteration == 2
-        FileSystemWriterAsync.write_preloaded_data = staticmethod(die if mine else write)
+        save.write_part = die if mine else write
 
     return save_on_this_rank(config, root, [1, 2, 3], kill_second)
 

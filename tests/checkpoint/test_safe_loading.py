@@ -54,10 +54,6 @@ def poison_index_inside(checkpoint: Path, marker: Path) -> None:
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def poison_common(checkpoint: Path, marker: Path) -> None:
-    (checkpoint / "common.pt").write_bytes(foreign_pickle(marker))
-
-
 def poison_tensors(checkpoint: Path, marker: Path) -> None:
     """In the place of every tensor that is long enough."""
     content = foreign_pickle(marker)
@@ -74,7 +70,6 @@ def poison_tensors(checkpoint: Path, marker: Path) -> None:
     [
         (poison_index, r"\.metadata is refused: it would run pathlib"),
         (poison_index_inside, r"\.metadata is refused: it would run pathlib"),
-        (poison_common, "Weights only load failed"),
         (poison_tensors, "Weights only load failed"),
     ],
 )
@@ -93,8 +88,6 @@ def test_the_poison_of_these_tests_works(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_has_no_pickled_classes_but_in_the_index(written: Path) -> None:
-    common = torch.load(written / "common.pt", weights_only=True)
-    assert isinstance(common, dict)
     for tensor in read_plain_index(written).values():
         for piece in tensor.pieces:
             content = (written / piece.file).read_bytes()[piece.start : piece.start + piece.num_bytes]

@@ -24,7 +24,7 @@ from tests.checkpoint.training import checkpoint_config, save_on_this_rank
 from tests.ranks import run_on_ranks
 from tests.small_run import VOCAB_SIZE
 
-FILES = ("__0_0.distcp", "__0_1.distcp", ".metadata", "common.pt", "metadata.json", "manifest.json")
+FILES = ("__0_0.distcp", "__0_1.distcp", ".metadata", "manifest.json")
 
 
 def make_config(root: Path, **checkpoint: Any) -> Config:
@@ -206,7 +206,7 @@ def test_mistakes_that_name_no_checkpoint_are_refused(runs: Path) -> None:
     assert "one of the two" in refusal(make_config(runs, load=str(runs / "small")), "latest")
     assert "nothing to load" in refusal(make_config(runs, ckpt_step=2))
     for iteration in (1, 2, 3):
-        (checkpoints(runs).path(iteration) / "common.pt").unlink()
+        (checkpoints(runs).path(iteration) / ".metadata").unlink()
     assert "every checkpoint" in refusal(make_config(runs), "auto")
 
 

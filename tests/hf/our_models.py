@@ -25,7 +25,7 @@ def train_and_save(config: Config, directory: Path) -> None:
     from megatron_fp8.train.interval import IntervalLoss
     from megatron_fp8.train.state import TrainState
 
-    parts = _parts(config, directory)
+    parts = make_parts(config, directory)
     state = TrainState()
     for _ in range(2):
         parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
@@ -53,7 +53,7 @@ def logits_of(directories: list[Path], tokens: list[Any]) -> list[Any]:
         saved.update(parallel={}, precision={"mode": "fp32"})
         saved["model"].update(hidden_dropout=0.0, attention_dropout=0.0)
         initialize_rng_tracker(force_reset=True)
-        parts = _parts(Config.model_validate(saved), None)
+        parts = make_parts(Config.model_validate(saved), None)
         parts.checkpointer.load(checkpoints.path(iteration), IntervalLoss(parts.device.torch_device), weights_only=True)
         positions = torch.arange(inputs.shape[1]).expand(inputs.shape)
         with torch.no_grad():
@@ -64,7 +64,8 @@ def logits_of(directories: list[Path], tokens: list[Any]) -> list[Any]:
     return found
 
 
-def _parts(config: Config, directory: Path | None) -> Any:
+def make_parts(config: Config, directory: Path | None) -> Any:
+    """What trains `config` in the running world, saving into `directory`."""
     import torch
 
     from megatron_fp8 import device as devices

@@ -8,18 +8,9 @@ import pytest
 from forbidden_calls import forbidden_calls
 
 ROOT = Path(__file__).resolve().parents[2]
-INDEX_READ_FIRST = "after checkpoint/index.py has read the index without running it"
 # (file, function, call): why it is safe.
 REVIEWED = {
-    (
-        "megatron_fp8/checkpoint/mailbox.py",
-        "get_nowait",
-        "pickle.loads",
-    ): "a private directory, written by a fork of us",
     ("megatron_fp8/checkpoint/plain_index.py", "_Reader", "pickle.Unpickler"): "its find_class imports nothing",
-    ("megatron_fp8/checkpoint/live.py", "_own", "megatron.core.dist_checkpointing.load"): INDEX_READ_FIRST,
-    ("megatron_fp8/checkpoint/live.py", "load", "megatron.core.dist_checkpointing.load"): INDEX_READ_FIRST,
-    ("megatron_fp8/checkpoint/whole_tensors.py", "read", "torch.distributed.checkpoint.load"): INDEX_READ_FIRST,
     ("megatron_fp8/cpu/__main__.py", "main", "runpy.run_module"): "the program that a person names",
     ("megatron_fp8/cpu/__main__.py", "main", "runpy.run_path"): "the program that a person names",
 }
