@@ -1,6 +1,6 @@
 """Owns what the ranks of a job do together with files: one acts and all learn how it went, or each takes a share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,13 @@ def all_or_none(device: torch.device) -> Iterator[None]:
     torch.distributed.all_gather_object(reasons, None if error is None else str(error))
     found = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
     raise CheckpointError(found) from error
+
+
+def on_no_rank(names: Sequence[str], mine: Collection[str], device: torch.device) -> list[str]:
+    """Those of `names`, the same on every rank, that are in no rank's `mine`. Collective."""
+    taken = torch.tensor([name in mine for name in names], dtype=torch.int32, device=device)
+    torch.distributed.all_reduce(taken, torch.distributed.ReduceOp.MAX)
+    return [name for name, is_taken in zip(names, taken.tolist(), strict=True) if not is_taken]
 
 
 def whole_start(start: Start, config: Config) -> tuple[Start, list[str]]:
