@@ -27,7 +27,7 @@ from megatron_fp8.checkpoint.manifest import CheckpointError
 from megatron_fp8.checkpoint.pieces import fill
 from megatron_fp8.checkpoint.placement import whole_box
 from megatron_fp8.checkpoint.streams import read_streams, stream_owner, write_streams
-from megatron_fp8.checkpoint.together import all_or_none
+from megatron_fp8.checkpoint.together import all_or_none, on_no_rank
 from megatron_fp8.optim.state import (
     MASTER,
     NAMES,
@@ -43,6 +43,9 @@ from megatron_fp8.precision.manager import PrecisionManager
 
 _PRECISION, _STREAM = "precision.", "rng."
 _SCALES = "state_scales"
+# Scaling state says itself what it cannot use. Weights are left out where the masters are not rounded.
+_NOT_STATES = (_PRECISION, "fp8_weights.", "fp8_weight_scales.", f"{WEIGHT}.")
+_MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,8 @@ class LiveState:
         states = list(optimizer_tensors(self.optimizer, self.places, (MASTER,) if weights_only else None))
         has_weights = any(name == WEIGHT and content.key in index for _, name, content in states)
         states = [state for state in states if state[1] != WEIGHT or has_weights]
+        mine = {content.key for _, _, content in states}
+        unknown = _unknown_states(directory, on_no_rank(sorted(index), mine, self.device))
         with all_or_none(self.device):
             _require_same_model(directory, index, [content for _, _, content in states])
             self._load_states(directory, index, states, with_scales=not weights_only)
@@ -119,7 +124,7 @@ class LiveState:
         write_scalars(self.optimizer, scalars)
         self.schedule.num_steps = 0
         self.schedule.step(int(scalars["schedule_steps"]))
-        notes = self._restore_others(others, index)
+        notes = [*unknown, *self._restore_others(others, index)]
         masters_to_parameters(self.optimizer, self.chunks, has_weights)
         self._restore_fp8_weights(weights)
         return notes
@@ -209,6 +214,24 @@ def _scalar_again(name: str, tensor: Tensor) -> Tensor:
     return tensor if name.startswith("layers.") else tensor.reshape(())
 
 
+def _unknown_states(directory: Path, names: Sequence[str]) -> list[str]:
+    """What to say of tensors in a checkpoint that no rank takes, where a run is not known to do without them.
+
+    Raises CheckpointError for masters: a model that lacks their parameters is another one.
+    """
+    unknown = [name for name in names if not name.startswith(_NOT_STATES) and "@" not in name]
+    masters = [name for name in unknown if name.startswith(f"{MASTER}.")]
+    if masters:
+        raise CheckpointError(f"{directory} is a checkpoint of another model: this one has no {_some(masters, ', ')}")
+    note = f"the checkpoint has what this program does not know, and leaves out: {_some(unknown, ', ')}"
+    return [note] if unknown else []
+
+
+def _some(texts: Sequence[str], separator: str) -> str:
+    more = f", and {len(texts) - _MOST_NAMED} more" if len(texts) > _MOST_NAMED else ""
+    return f"{separator.join(texts[:_MOST_NAMED])}{more}"
+
+
 def _require_same_model(directory: Path, index: Mapping[str, StoredTensor], contents: Sequence[Content]) -> None:
     wrong = []
     for key, shape in {content.key: content.whole_shape for content in contents}.items():
@@ -218,5 +241,4 @@ def _require_same_model(directory: Path, index: Mapping[str, StoredTensor], cont
         elif stored.shape != shape:
             wrong.append(f"{key} has shape {list(stored.shape)}, this model's is {list(shape)}")
     if wrong:
-        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise CheckpointError(f"{directory} is a checkpoint of another model: {'; '.join(wrong[:5])}{more}")
+        raise CheckpointError(f"{directory} is a checkpoint of another model: {_some(wrong, '; ')}")

@@ -1,6 +1,6 @@
 """Owns what the ranks of a job do together with files: one acts and all learn how it went, or each takes a share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,19 @@ def on_rank_0(action: Callable[[], Any], device: torch.device) -> None:
         raise CheckpointError("rank 0 could not do its part of the checkpoint; its own error says why")
 
 
+def as_rank_0_says(config: Config, start: Start) -> tuple[Config, Start]:
+    """Rank 0's config and start on every rank: it alone has chosen, under the run's lock. Collective."""
+    said: list[Any] = [config, start]
+    torch.distributed.broadcast_object_list(said, src=0)
+    return said[0], said[1]
+
+
+def after_all(action: Callable[[], None]) -> None:
+    """Do something once every rank has come here: rank 0 holds what all of them read. Collective."""
+    torch.distributed.barrier()
+    action()
+
+
 @contextmanager
 def all_or_none(device: torch.device) -> Iterator[None]:
     """Each rank does what is inside, nothing collective; all raise CheckpointError with the reasons where one does."""
@@ -50,17 +63,11 @@ def all_or_none(device: torch.device) -> Iterator[None]:
     raise CheckpointError(found) from error
 
 
-def as_rank_0_says(config: Config, start: Start) -> tuple[Config, Start]:
-    """Rank 0's config and start on every rank: it alone has chosen, under the run's lock. Collective."""
-    said: list[Any] = [config, start]
-    torch.distributed.broadcast_object_list(said, src=0)
-    return said[0], said[1]
-
-
-def after_all(action: Callable[[], None]) -> None:
-    """Do something once every rank has come here: rank 0 holds what all of them read. Collective."""
-    torch.distributed.barrier()
-    action()
+def on_no_rank(names: Sequence[str], mine: Collection[str], device: torch.device) -> list[str]:
+    """Those of `names`, the same on every rank, that are in no rank's `mine`. Collective."""
+    taken = torch.tensor([name in mine for name in names], dtype=torch.int32, device=device)
+    torch.distributed.all_reduce(taken, torch.distributed.ReduceOp.MAX)
+    return [name for name, is_taken in zip(names, taken.tolist(), strict=True) if not is_taken]
 
 
 def whole_start(start: Start, config: Config) -> tuple[Start, list[str]]:

@@ -37,8 +37,8 @@ from megatron_fp8.report.series import series_of
 ID_FILE = "wandb_id.txt"
 # As wandb's server takes them.
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
-# The directory that an id was made for: its number on the disk, which goes with it, and its path.
-_PLACE = re.compile(r"of directory (?P<inode>\d+), (?P<path>/.*)", re.ASCII)
+# The directory that the id is of: its number on the disk, which goes along when it is moved, and its path.
+_PLACE_FILE = ".wandb_id_of"
 # A thread waits for the server's answer, and again at each new attempt; the end of a run waits with it.
 _MOST_SECONDS_TO_START = 30.0
 # The run is over; what was not uploaded by then can be, later.
@@ -158,20 +158,22 @@ def run_id_of(run_directory: Path) -> str:
     A copy of a run's directory is another run, and gets an id of its own; one that was moved or restored is not.
     Raises ValueError for a text that is none: it becomes part of the names of files, also of those that are removed.
     """
-    path = run_directory / ID_FILE
-    text = path.read_text(encoding="utf-8") if path.exists() else generate_id()
-    run_id, _, place = (part.strip() for part in text.strip().partition("\n"))
-    made_for = _PLACE.fullmatch(place) if place else None
-    if not _RUN_ID.fullmatch(run_id) or (place and made_for is None):
-        raise ValueError(f"{path} says {text.strip()!r}, which is no id of a run: remove the file for a new one")
+    path, place_file = run_directory / ID_FILE, run_directory / _PLACE_FILE
     here, inode = str(run_directory.resolve()), str(run_directory.stat().st_ino)
-    if made_for is not None and made_for["inode"] != inode and made_for["path"] != here:
+    if not path.exists():
+        path.write_text(generate_id() + "\n", encoding="utf-8")
+    run_id = path.read_text(encoding="utf-8").strip()
+    if not _RUN_ID.fullmatch(run_id):
+        raise ValueError(f"{path} says {run_id!r}, which is no id of a run: remove the file for a new one")
+    place = place_file.read_text(encoding="utf-8") if place_file.exists() else ""
+    made_for, _, made_at = place.strip().partition(" ")
+    if place and inode != made_for and here != made_at:
         old, run_id = run_id, generate_id()
-        said = f"{here} is a copy of {made_for['path']}, whose wandb run is {old}: its own is {run_id}"
-        print(f"warning: {said}; to continue that one, write {old} alone into {path}", file=sys.stderr, flush=True)
-    new = f"{run_id}\nof directory {inode}, {here}\n"
-    if new != text:
-        write_whole(path, new)
+        write_whole(path, f"{run_id}\n")
+        said = f"{here} is a copy of {made_at}, whose wandb run is {old}: its own is {run_id}"
+        print(f"warning: {said}; to continue that one, write {old} into {path}", file=sys.stderr, flush=True)
+    if place != f"{inode} {here}\n":
+        write_whole(place_file, f"{inode} {here}\n")
     return run_id
 
 
