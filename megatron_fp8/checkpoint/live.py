@@ -143,6 +143,8 @@ class LiveState:
             _fill(directory, index, content, values)
             scaled = with_scales and part.scale(name) is not None
             part.write(name, values, next(scales, None) if scaled else None)
+            # Before the next one is made.
+            del values
 
     def _saved_fp8_weights(
         self, directory: Path, index: Mapping[str, StoredTensor]

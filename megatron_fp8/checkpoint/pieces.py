@@ -61,8 +61,9 @@ def read_piece(directory: Path, piece: Piece) -> Tensor:
     """One piece, on the CPU. Raises CheckpointError where the file does not hold it."""
     path = directory / piece.file
     try:
-        with path.open("rb") as file:
-            tensor = torch.load(_PartOfFile(file, piece.start, piece.num_bytes), map_location="cpu", weights_only=True)
+        with path.open("rb", buffering=0) as file:
+            part = io.BufferedReader(_PartOfFile(file, piece.start, piece.num_bytes))
+            tensor = torch.load(part, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read at byte {piece.start:,}: {error}") from error
     if not isinstance(tensor, Tensor) or tuple(tensor.shape) != piece.shape:
@@ -126,7 +127,7 @@ def _system_error(error: Exception) -> Exception:
 class _PartOfFile(io.RawIOBase):
     """The bytes `start` to `start + num_bytes` of a file as a file of its own: a piece is read without a copy of it."""
 
-    def __init__(self, file: io.BufferedReader, start: int, num_bytes: int) -> None:
+    def __init__(self, file: io.FileIO, start: int, num_bytes: int) -> None:
         self._file = file
         self._start = start
         self._num_bytes = num_bytes
@@ -148,4 +149,4 @@ class _PartOfFile(io.RawIOBase):
 
     def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
         left = max(0, self._num_bytes - self.tell())
-        return self._file.readinto(memoryview(buffer)[:left])
+        return self._file.readinto(memoryview(buffer)[:left]) or 0

@@ -60,7 +60,7 @@ class StatePart:
 
         A new scale differs from the old one in the last bit at times, so an exact copy needs the old one.
         """
-        if values.data_ptr() == self.read(name).data_ptr():
+        if self._is_kept_in(values, name):
             return
         values = values.view(self.main.shape)
         # TE changes the values in place where it scales them.
@@ -71,6 +71,12 @@ class StatePart:
         mine.copy_(scale.view(mine.shape))
         state = self.adam.state[self.main][_te_name(name)]
         state.copy_(values if isinstance(state, Float8Tensor) else values / scale)
+
+    def _is_kept_in(self, values: Tensor, name: str) -> bool:
+        """Whether `values` are the very tensor, not a copy in FP32; asked without making one."""
+        is_main = name == WEIGHT or (name == MASTER and not self.adam.master_weights)
+        kept = self.main if is_main else self.adam.state[self.main][_te_name(name)]
+        return not isinstance(kept, Float8Tensor) and kept.data_ptr() == values.data_ptr()
 
     def scale(self, name: str) -> Tensor | None:
         """The scale of a state in FP16 or FP8, FP32 `[1]`; the very tensor. None for states that have none."""

@@ -173,6 +173,12 @@ def test_the_console_is_plain_lines_of_one_rank(finished: Finished) -> None:
     assert lines == (finished.directory / "console.log").read_text(encoding="utf-8").splitlines()
 
 
+def test_nothing_but_our_own_warnings_reaches_standard_error(finished: Finished) -> None:
+    """What the libraries underneath say at every start, no user can change."""
+    lines = finished.ended.stderr.splitlines()
+    assert [line for line in lines if line and not line.startswith(("warning: ", "    "))] == []
+
+
 def test_the_console_says_what_ran_and_how_it_ended(finished: Finished) -> None:
     lines = finished.ended.stdout.splitlines()
     head = dict(line.split(": ", 1) for line in lines[: lines.index("precision chart: ")])
