@@ -19,6 +19,8 @@ from typing import NoReturn
 from megatron_fp8.config.arguments import UsageError, hint_for_option, make_parser
 from megatron_fp8.config.check import DataReport, check_config
 from megatron_fp8.config.continuation import compare_with_saved
+from megatron_fp8.config.determinism import KEY as DETERMINISTIC
+from megatron_fp8.config.determinism import undone_by_job
 from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.environment import KEY as ENVIRONMENT
 from megatron_fp8.config.environment import overruled
@@ -93,6 +95,7 @@ def parse_command_line(
         login = login_problem(loaded.config, environ, loaded.origins[WANDB_MODE])
         start = partial(choose_start, loaded.config, arguments.resume)
         of_environment = [*([login] if login else []), *secret_problems(loaded.config, environ, loaded.origins)]
+        of_environment += undone_by_job(loaded.config, environ, loaded.origins[DETERMINISTIC])
         command, layout = _check(loaded, world_size, check_data, start, of_environment)
     except (UsageError, ConfigError) as error:
         speaker.end_with_mistake(str(error))
