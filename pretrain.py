@@ -9,7 +9,7 @@ from functools import partial
 
 from megatron_fp8.checkpoint.start import choose_start
 from megatron_fp8.config.cli import parse_command_line
-from megatron_fp8.config.environment import variables
+from megatron_fp8.config.determinism import run_variables
 from megatron_fp8.config.load import LoadedConfig, process_environment
 from megatron_fp8.data.check import check_data
 from megatron_fp8.faults.run_lock import Holds
@@ -21,7 +21,7 @@ def main() -> None:
     started = time.monotonic()
     holds = Holds()
     command = parse_command_line(sys.argv[1:], process_environment(), check_data, choose_start, _plan, holds)
-    set_variables(variables(command.config.parallel.environment))
+    set_variables(run_variables(command.config))
     from megatron_fp8.faults.exit_codes import ExitCode
     from megatron_fp8.faults.report import run_reporting
     from megatron_fp8.parallel.start import global_rank

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_fp8.config.determinism import check_determinism
 from megatron_fp8.config.environment import check_environment
 from megatron_fp8.config.facts import WORLD_SIZE, Facts, Finding, divisors, to_problem
 from megatron_fp8.config.load import LoadedConfig
@@ -52,6 +53,7 @@ def all_findings(facts: Facts) -> Iterator[Finding]:
     yield from check_faults(facts)
     yield from check_profile(facts)
     yield from check_environment(facts)
+    yield from check_determinism(facts)
 
 
 def check_config(

@@ -19,6 +19,8 @@ from typing import NoReturn
 from megatron_fp8.config.arguments import UsageError, hint_for_option, make_parser
 from megatron_fp8.config.check import DataReport, check_config
 from megatron_fp8.config.continuation import compare_with_saved
+from megatron_fp8.config.determinism import KEY as DETERMINISTIC
+from megatron_fp8.config.determinism import undone_by_job
 from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.environment import KEY as ENVIRONMENT
 from megatron_fp8.config.environment import overruled
@@ -104,6 +106,7 @@ def parse_command_line(
             speaker.end_with_answer(describe_plan(loaded, world_size))
         login = login_problem(loaded.config, environ, loaded.origins[WANDB_MODE])
         of_environment = [*([login] if login else []), *secret_problems(loaded.config, environ, loaded.origins)]
+        of_environment += undone_by_job(loaded.config, environ, loaded.origins[DETERMINISTIC])
         look = partial(choose_start, loaded.config, arguments.resume)
         check = partial(_check, loaded, world_size, check_data, of_environment)
         from_checkpoint = arguments.resume is not None or loaded.config.checkpoint.load is not None

@@ -40,7 +40,8 @@ def learning_rate(config: Config, step: int) -> float:
 
 def _share(settings: OptimizerConfig, step: int, end: int) -> float:
     """What is left of the way from the highest rate down to the lowest."""
-    style, begin = settings.lr_decay_style, settings.lr_warmup_iters
+    style: str = settings.lr_decay_style
+    begin = settings.lr_warmup_iters
     if style == "WSD":
         style, begin = settings.lr_wsd_decay_style, end - (settings.lr_wsd_decay_iters or 0)
     if step <= begin:

@@ -94,6 +94,8 @@ class TrainingConfig(Section):
     """Evaluate on the whole of every validation file, each token once, instead of eval_iters global batches."""
     seed: int = Field(default=1234, ge=0)
     """Seed of weights, sample order and dropout."""
+    deterministic_mode: bool = False
+    """On GPUs take algorithms that give the same bits in every run of the same layout; slower."""
 
 
 class OptimizerConfig(Section):

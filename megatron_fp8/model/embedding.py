@@ -17,6 +17,7 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self._sequence_parallel = config.sequence_parallel
+        self._deterministic = config.deterministic_mode
         self._tp = tp
         self.word_embeddings = tensor_parallel.VocabParallelEmbedding(
             padded_vocab_size, config.hidden_size, init_method=config.init_method, config=config, tp_group=tp
@@ -33,7 +34,9 @@ class Embedding(nn.Module):
         """Embed `tokens` `[b, s]`; returns `[s, b, h]`, or `[s / tp, b, h]` with sequence parallelism."""
         hidden = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
-            hidden = hidden + self.position_embeddings(position_ids)
+            table = self.position_embeddings
+            # As Megatron's word embedding does; torch makes the backward pass of indexing one of a fixed order.
+            hidden = hidden + (table.weight[position_ids] if self._deterministic else table(position_ids))
         hidden = hidden.transpose(0, 1).contiguous()
         if not self._sequence_parallel:
             return self._dropout(hidden)

@@ -49,6 +49,8 @@ def transformer_config(config: Config, layout: Layout, policy: PrecisionPolicy) 
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         gradient_accumulation_fusion=False,
+        # Megatron's embedding then indexes its table, whose backward pass adds in a fixed order.
+        deterministic_mode=config.training.deterministic_mode,
     )
 
 

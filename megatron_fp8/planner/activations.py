@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_fp8.config.attention import is_unfused_on_gpus, kept_score_bytes, score_tensor_bytes
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.planner.gpus import Gpu
@@ -38,7 +39,7 @@ class ActivationSizes:
 
     `fp8_layer`, `other_layer`: all that a layer keeps. `layer_input`: what a recomputed layer keeps. `hidden`: the
     residual stream between two layers. `embedding`, `before_head`: what the two ends keep beside `logits`. `rope`:
-    the table of angles, once a chunk.
+    the table of angles, once a chunk. `scores`: one `[s, s]` tensor of unfused attention, 0 where it is fused.
     """
 
     fp8_layer: float
@@ -49,6 +50,7 @@ class ActivationSizes:
     before_head: float
     logits: float
     rope: float
+    scores: float
 
 
 def chunk_bytes(chunk: Chunk, sizes: ActivationSizes) -> KeptBytes:
@@ -73,11 +75,13 @@ def activation_sizes(config: Config, layout: Layout, gpu: Gpu) -> ActivationSize
     rope = layout.seq_length * layout.rotary_dim * ELEMENT_BYTES["fp32"]
     positions = model.position_embedding_type == "learned_absolute"
     joined = _joined_weights(config, layout, size)
+    unfused = is_unfused_on_gpus(config) and not gpu.fuses_fp32_attention
+    beside = 2 * masks + joined + (_unfused_attention(config, layout, gpu) if unfused else 0.0)
     (logits,) = (row.size for row in logits_rows(layout, formats) if row.format == "fp32" and "softmax" in row.tensor)
     return ActivationSizes(
         # A mask after attention and one after the MLP.
-        fp8_layer=_layer(config, layout, formats) + 2 * masks + joined,
-        other_layer=_layer(config, layout, without_fp8(formats)) + 2 * masks + joined,
+        fp8_layer=_layer(config, layout, formats) + beside,
+        other_layer=_layer(config, layout, without_fp8(formats)) + beside,
         layer_input=elements * size,
         hidden=elements * size,
         # The tokens themselves, and the positions of one sample.
@@ -86,6 +90,7 @@ def activation_sizes(config: Config, layout: Layout, gpu: Gpu) -> ActivationSize
         before_head=2 * elements * size + per_norm + tokens * (_ID_BYTES + _BOOL_BYTES),
         logits=logits * tokens,
         rope=0.0 if positions else rope,
+        scores=score_tensor_bytes(layout) if unfused else 0.0,
     )
 
 
@@ -110,6 +115,18 @@ def _joined_weights(config: Config, layout: Layout, element_bytes: int) -> float
     qkv = layout.gemms[0]
     copies = 2 if layout.pipeline_model_parallel_size == 1 and layout.num_microbatches > 1 else 1
     return float(copies * qkv.out_features * qkv.in_features * element_bytes)
+
+
+def _unfused_attention(config: Config, layout: Layout, gpu: Gpu) -> float:
+    """What a layer keeps more than with fused attention: scores, and keys and values once for each query head.
+
+    Less the statistics, of which fused attention keeps one for each query.
+    """
+    heads, tokens, size = layout.attention_heads_per_rank, layout.tokens_per_microbatch, ELEMENT_BYTES["fp32"]
+    grouped = layout.num_query_groups != config.model.num_attention_heads
+    repeated = 2 * heads * layout.kv_channels * size if grouped else 0
+    kept = kept_score_bytes(config, layout, size if gpu.mask_bytes is None else gpu.mask_bytes)
+    return kept + tokens * (repeated - heads * size)
 
 
 def _layer(config: Config, layout: Layout, formats: Formats) -> float:

@@ -34,7 +34,8 @@ class Gpu:
     `peaks_tflops`: dense matrix products by format; what is missing there is unknown, for the reason in
     `unknown_peaks`. `keeps_transposes`: FP8 GEMMs read operands along one direction only, so that TE keeps per-tensor
     scaled weights transposed too (Hopper). `mask_bytes`: of an element of a dropout mask; None: as wide as the
-    activation. `gemm_workspace_bytes`: what TE sets aside for cuBLAS.
+    activation. `gemm_workspace_bytes`: what TE sets aside for cuBLAS. `fuses_fp32_attention`: a kernel does;
+    `fuses_deterministic_attention`: cuDNN's 16-bit one can, backward pass and all.
     """
 
     name: str
@@ -45,6 +46,8 @@ class Gpu:
     keeps_transposes: bool = False
     mask_bytes: int | None = 1
     gemm_workspace_bytes: int = _HOPPER_WORKSPACE_BYTES
+    fuses_fp32_attention: bool = False
+    fuses_deterministic_attention: bool = True
 
     def peak_flops(self, format_name: str) -> float | None:
         """FLOP/s of dense products in a format; None: unknown."""
@@ -73,7 +76,15 @@ def _hopper(name: str, title: str, bf16: float, fp8: float, memory: tuple[float,
 def _ampere(name: str, title: str, memory: tuple[float, float], nvlink: float) -> Gpu:
     peaks = {"bf16": 312.0, "fp16": 312.0}
     board = Board(*memory, nvlink, 25.0)
-    return Gpu(name, title, peaks, _NO_FP8, board, gemm_workspace_bytes=_EARLIER_WORKSPACE_BYTES)
+    return Gpu(
+        name,
+        title,
+        peaks,
+        _NO_FP8,
+        board,
+        gemm_workspace_bytes=_EARLIER_WORKSPACE_BYTES,
+        fuses_deterministic_attention=False,
+    )
 
 
 _EMULATED = "the CPU emulates the formats: a share of a peak would say nothing"
@@ -84,6 +95,7 @@ _CPU = Gpu(
     unknown_peaks=dict.fromkeys(("fp32", "fp16", "bf16", "fp8"), _EMULATED),
     board=None,
     mask_bytes=None,
+    fuses_fp32_attention=True,
 )
 
 GPUS: dict[str, Gpu] = {

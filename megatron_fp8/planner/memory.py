@@ -159,12 +159,14 @@ def _working(layout: Layout, formats: Formats, sizes: ActivationSizes, chunks: t
     """The larger of what a layer's backward pass and what the head hold for a moment.
 
     Of a layer: gradients of the MLP's two inner tensors and of the residual stream (two), casts of the larger of them,
-    and of a recomputed one all that it keeps. Of the head: logits in the parameters' format beside those in FP32.
+    or of unfused attention's scores before and after the softmax; and of a recomputed one all that it keeps. Of the
+    head: logits in the parameters' format beside those in FP32.
     """
     tokens, size = layout.tokens_per_microbatch, ELEMENT_BYTES[formats.params]
     fc1, fc2 = layout.gemms[2], layout.gemms[3]
     casts = 2 if formats.fp8() is not None else 0
-    layer = tokens * (fc1.out_features * (size + casts) + fc2.in_features * size) + 2 * sizes.hidden
+    inner = max(tokens * (fc1.out_features * (size + casts) + fc2.in_features * size), 2 * sizes.scores)
+    layer = inner + 2 * sizes.hidden
     if any(chunk.recomputed_fp8_layers for chunk in chunks):
         layer += sizes.fp8_layer
     elif any(chunk.recomputed_other_layers for chunk in chunks):

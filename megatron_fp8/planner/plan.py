@@ -8,6 +8,7 @@ from typing import Any
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.planner.communication import Traffic, step_traffic
+from megatron_fp8.planner.determinism import deterministic_notes
 from megatron_fp8.planner.duration import DEFAULT_MFU, Duration, Fp8Gain, duration, fp8_gain
 from megatron_fp8.planner.flops import FlopsPerToken, flops_per_token
 from megatron_fp8.planner.gpus import Gpu
@@ -22,7 +23,8 @@ class Plan:
     """What a run takes.
 
     `memories`, `rank_parameters` and `traffic` are by pipeline stage. `fp8` and `bytes_in_bf16`, what the fullest rank
-    would hold in BF16, are None where nothing runs in FP8.
+    would hold in BF16, are None where nothing runs in FP8. `deterministic`: what
+    `training.deterministic_mode` changes, in words; empty without it.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Plan:
     duration: Duration
     fp8: Fp8Gain | None
     bytes_in_bf16: float | None
+    deterministic: tuple[str, ...]
 
     @property
     def fullest(self) -> StageMemory:
@@ -73,6 +76,7 @@ class Plan:
             "duration": asdict(self.duration),
             "fp8": None if self.fp8 is None else asdict(self.fp8),
             "memory_bytes_in_bf16": self.bytes_in_bf16,
+            "deterministic": list(self.deterministic),
         }
 
 
@@ -96,6 +100,7 @@ def make_plan(
         duration=duration(config, layout, flops, gpu, tokens, mfu),
         fp8=fp8_gain(layout) if config.precision.mode == "fp8" else None,
         bytes_in_bf16=_bytes_in_bf16(config, layout, gpu) if config.precision.mode == "fp8" else None,
+        deterministic=tuple(deterministic_notes(config, layout, gpu)),
     )
 
 

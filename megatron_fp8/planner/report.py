@@ -149,6 +149,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         )
     if plan.fp8 is not None:
         yield from _fp8_note(plan)
+    yield from plan.deterministic
 
 
 def _fp8_note(plan: Plan) -> Iterator[str]:

@@ -17,6 +17,7 @@ from megatron_fp8 import device as devices
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import read_manifest
 from megatron_fp8.checkpoint.start import CHECKPOINTS
+from megatron_fp8.config.determinism import describe_determinism
 from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.formats import describe_formats, linear_layers_in_fp8
 from megatron_fp8.config.layout import Layout, derive_layout
@@ -196,6 +197,11 @@ def _resumed(start: Start, iteration: int, notes: list[str]) -> dict[str, Value]
     }
 
 
+def _deterministic_mode(config: Config) -> dict[str, Value]:
+    on = config.training.deterministic_mode
+    return {"deterministic mode": describe_determinism(config, process_environment())} if on else {}
+
+
 def _description(
     config: Config, layout: Layout, device: devices.Device, run_directory: Path | None
 ) -> dict[str, Value]:
@@ -218,5 +224,6 @@ def _description(
         "parameters": f"{layout.num_parameters:,}",
         "mfu": throughput_of(config, layout, device.description, device.emulated).note,
         "code": code_version(),
+        **_deterministic_mode(config),
         "precision chart": "\n" + format_chart(precision_chart(config, layout)),
     }

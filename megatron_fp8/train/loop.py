@@ -156,7 +156,8 @@ def _evaluates_after(config: Config, iteration: int) -> bool:
 
 def _overflows(parts: TrainingParts, progress: Progress, result: StepResult) -> int:
     scaling = parts.precision.policy.loss_scaling
-    if scaling is None:
+    # The scale is on the device, which nobody waits for after a step that went well.
+    if scaling is None or not result.skipped:
         return 0
     loss_scale = float(parts.optimizer.get_loss_scale())
     return overflows_in_a_row(progress.state.overflows_in_a_row, result.skipped, loss_scale, scaling)
@@ -165,7 +166,7 @@ def _overflows(parts: TrainingParts, progress: Progress, result: StepResult) -> 
 def _require_progress(parts: TrainingParts, state: TrainState) -> None:
     """What is asked is the same on all ranks, so all of them stop at the same step."""
     scaling = parts.precision.policy.loss_scaling
-    if scaling is None:
+    if scaling is None or state.overflows_in_a_row == 0:
         return
     problem = overflow_problem(state.overflows_in_a_row, float(parts.optimizer.get_loss_scale()), scaling)
     if problem is not None:

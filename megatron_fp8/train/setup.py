@@ -5,6 +5,8 @@ Imports Transformer Engine and Megatron Core, so `device.prepare()` comes first.
 
 from pathlib import Path
 
+import torch
+
 from megatron_fp8.checkpoint.contents import model_places
 from megatron_fp8.checkpoint.live import LiveState
 from megatron_fp8.config.layout import Layout
@@ -41,6 +43,9 @@ def build_parts(
 
     `checkpoints`, `profiles`: the directories that these are written into; None: none are.
     """
+    if config.training.deterministic_mode:
+        # Also for Transformer Engine, which asks torch.
+        torch.use_deterministic_algorithms(True)
     groups = build_groups(config.parallel)
     seed_ranks(config.training.seed, groups)
     policy = build_policy(config.precision, config.model.num_layers)

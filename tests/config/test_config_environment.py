@@ -22,7 +22,8 @@ import os, sys
 class Look:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
-            print(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), os.environ.get("NCCL_DEBUG"), flush=True)
+            names = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_DEBUG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+            print(*(os.environ.get(name) for name in names), flush=True)
             os._exit(0)
 sys.meta_path.insert(0, Look())
 """
@@ -124,7 +125,9 @@ def test_a_run_sets_them_before_torch_is_imported(tmp_path: Path) -> None:
     data = ["data.tokenizer_type=ByteLevelTokenizer", "data.tokenizer_model=null"]
     settings = f"{KEY}=[{CONNECTIONS}=1,NCCL_DEBUG=WARN]"
     environment = {"PYTHONPATH": str(tmp_path), "NCCL_DEBUG": "INFO"}
-    ended = pretrain(write(tmp_path), settings, *data, cwd=tmp_path, environment=environment)
+    ended = pretrain(
+        write(tmp_path), settings, "training.deterministic_mode=true", *data, cwd=tmp_path, environment=environment
+    )
     assert ended.code == 0, ended.output
-    assert ended.stdout == "1 INFO\n"
+    assert ended.stdout == "1 INFO 0\n"
     assert "NCCL_DEBUG=INFO, which stays" in ended.stderr

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.schema import Config
+from megatron_fp8.planner.activations import activation_sizes
 from megatron_fp8.planner.gpus import GPUS
 from megatron_fp8.planner.memory import WORKING, StageMemory, stage_memories
 from tests.planner.held import held_by_rank, peak_of_step
@@ -112,6 +115,40 @@ def test_a_run_holds_what_was_planned(case: str) -> None:
         assert observed["kept"] - workspace == pytest.approx(kept(stage, config) - workspace, rel=0.05)
         assert observed["for backward"] == pytest.approx(for_backward(stage), rel=0.05)
         assert observed["at most"] - workspace == pytest.approx(at_most(stage) - workspace, rel=0.05)
+
+
+UNFUSED: dict[str, dict[str, Any]] = {
+    "grouped queries": {"seq_length": 256},
+    "dropout": {**GPT, "seq_length": 256, "attention_dropout": 0.1},
+    "two layers recomputed": {"seq_length": 256, "recompute_granularity": "full", "recompute_num_layers": 2},
+}
+
+
+def observe_unfused(config: Config) -> dict[str, Any]:
+    # The stand-in then leaves FP32 to TE's own unfused attention, as a GPU does.
+    os.environ["NVTE_FUSED_ATTN"] = "0"
+    return observe(config)
+
+
+@pytest.mark.parametrize("case", UNFUSED)
+def test_the_scores_of_fp32_attention_on_gpus_were_planned(case: str) -> None:
+    config = config_of({**LLAMA, **UNFUSED[case]}, {"mode": "fp32"}, {})
+    layout = derive_layout(config, 1, VOCAB_SIZE)
+    gpu = replace(GPUS["cpu"], fuses_fp32_attention=False)
+    (planned,) = stage_memories(config, layout, gpu)
+    (fused,) = stage_memories(config, layout, GPUS["cpu"])
+    (observed,) = run_on_ranks(1, observe_unfused, config)
+    assert observed["for backward"] == pytest.approx(for_backward(planned), rel=0.05)
+    assert for_backward(planned) > 1.4 * for_backward(fused)
+
+
+def test_a_gpu_has_no_fused_attention_for_fp32_alone() -> None:
+    for name, gpu in GPUS.items():
+        for mode in ("fp32", "bf16", "fp8"):
+            config = config_of(LLAMA, {"mode": mode}, {})
+            sizes = activation_sizes(config, derive_layout(config, 1, VOCAB_SIZE), gpu)
+            # Two samples, four heads.
+            assert sizes.scores == (2 * 4 * 128 * 128 * 4 if mode == "fp32" and name != "cpu" else 0)
 
 
 WIDER = {"hidden_size": 192, "num_attention_heads": 8, "ffn_hidden_size": 512}
