@@ -1,7 +1,7 @@
 """Asks Transformer Engine's library, and it cuDNN, which fused attention a GPU would run: without that GPU.
 
-`python tools/fused_attention.py`, with `tools/emulated_gpu.c` loaded before it: reads a line of JSON, the fields of TE's
-`FusedAttnConfig` by name, and writes `[backend, reason]`, for each line of standard input. `Answers` starts it.
+`python tools/fused_attention.py`, with `tools/emulated_gpu.c` loaded before it: for each line of standard input, the
+fields of TE's `FusedAttnConfig` by name as JSON, it writes `[backend, reason]`. `Answers` starts it.
 TE's library and cuDNN are those of docker/gpu.lock; a compiler is needed, headers are in the packages too.
 """
 
@@ -23,7 +23,13 @@ LIBRARY = PACKAGES / "transformer_engine" / "wheel_lib" / "libtransformer_engine
 SHIM = Path(__file__).with_name("emulated_gpu.c")
 # As NVIDIA publishes them for the H100 with 80 GB of HBM3, under the names that cuDNN 9.20 asks for.
 H100 = {
-    **{"deviceName": "NVIDIA H100 80GB HBM3", "deviceVer": 900, "driverVer": 13000, "cudaDeviceId": 0, "pciDeviceId": 0},
+    **{
+        "deviceName": "NVIDIA H100 80GB HBM3",
+        "deviceVer": 900,
+        "driverVer": 13000,
+        "cudaDeviceId": 0,
+        "pciDeviceId": 0,
+    },
     **{"maxGridSize": [2147483647, 65535, 65535], "maxBlockSize": [1024, 1024, 64], "warpSize": 32},
     **{"multiProcessorCount": 132, "maxCtasPerSM": 32, "maxThreadsPerBlock": 1024, "maxThreadsPerSM": 2048},
     **{"regsPerBlock": 65536, "maxRegistersPerSM": 65536, "l2CacheSize": 52428800, "totalGlobalMem": 85017755648},
