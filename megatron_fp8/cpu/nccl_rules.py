@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch.distributed import ReduceOp
 
 from megatron_fp8.cpu.placement import is_on_host, tensors_in
@@ -38,7 +39,7 @@ def check_tensors(*values: Any) -> None:
             raise RuntimeError("No backend type associated with device type cpu: NCCL takes a GPU's tensors only")
         if tensor.layout != torch.strided:
             raise ValueError("Tensors must be CUDA and dense")
-        if not tensor.is_contiguous(memory_format=torch._prims_common.suggest_memory_format(tensor)):
+        if not tensor.is_contiguous() and not tensor.is_contiguous(memory_format=suggest_memory_format(tensor)):
             raise ValueError(
                 f"Tensors must be contiguous; one has shape {list(tensor.shape)}, strides {tensor.stride()}"
             )
