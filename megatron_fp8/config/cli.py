@@ -24,8 +24,11 @@ from megatron_fp8.config.environment import KEY as ENVIRONMENT
 from megatron_fp8.config.environment import overruled
 from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.length import resolve_length
+from megatron_fp8.config.limits import MOST_RANKS
 from megatron_fp8.config.load import LoadedConfig, load_config
-from megatron_fp8.config.problem import ConfigError, Problem
+from megatron_fp8.config.paths import is_missing
+from megatron_fp8.config.places import place_problems, problems_in_run, refusal_of_start
+from megatron_fp8.config.problem import ConfigError, Problem, show_value
 from megatron_fp8.config.rules_logging import MODE as WANDB_MODE
 from megatron_fp8.config.rules_logging import login_problem
 from megatron_fp8.config.rundir import reopen_run_directory, resolve_run_directory
@@ -38,6 +41,11 @@ from megatron_fp8.config.warn import config_warnings
 EXIT_CODE_OF_A_MISTAKE = 2
 # A launcher ends all ranks of a machine when it sees that one has ended, also one that is about to speak.
 SECONDS_FOR_THE_SPEAKER = 10.0
+
+RUN_ROOT = "run.root"
+# Where what a run starts from is looked for.
+_PLACES_OF_START = {RUN_ROOT, "checkpoint.load"}
+_MOST_DIGITS = 20
 
 DataCheck = Callable[[Config], DataReport]
 StartChoice = Callable[[Config, Resume | None], Start]
@@ -93,10 +101,11 @@ def parse_command_line(
         login = login_problem(loaded.config, environ, loaded.origins[WANDB_MODE])
         start = partial(choose_start, loaded.config, arguments.resume)
         of_environment = [*([login] if login else []), *secret_problems(loaded.config, environ, loaded.origins)]
+        of_environment = place_problems(loaded.config, environ.get("RANK", "0") == "0") + of_environment
         command, layout = _check(loaded, world_size, check_data, start, of_environment)
     except (UsageError, ConfigError) as error:
         speaker.end_with_mistake(str(error))
-    for warning in config_warnings(LoadedConfig(command.config, command.origins), layout):
+    for warning in config_warnings(replace(loaded, config=command.config, origins=command.origins), layout):
         speaker.warn(str(warning))
     for conflict in overruled(command.config.parallel, environ, command.origins[ENVIRONMENT]):
         speaker.warn(str(conflict))
@@ -119,7 +128,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"unknown option {unknown[0]}; use {hint_for_option(unknown[0])}")
     if arguments.config is None:
         parser.error("CONFIG is missing: the path of a YAML file, as in configs/quickstart.yaml")
-    if "=" in arguments.config and not Path(arguments.config).exists():
+    if "=" in arguments.config and is_missing(arguments.config):
         parser.error(f"CONFIG comes first, and {arguments.config} is not the path of a YAML file")
     if arguments.check and arguments.plan:
         parser.error("--check and --plan both answer and end; use one of them")
@@ -134,11 +143,11 @@ def _world_size(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
         size, name = arguments.world_size, "--world-size"
     elif "WORLD_SIZE" in environ:
         text, name = environ["WORLD_SIZE"], "the environment variable WORLD_SIZE"
-        size = int(text) if text.isdecimal() else 0
+        size = int(text) if text.isdecimal() and len(text) < _MOST_DIGITS else 0
     else:
         return None if arguments.check or arguments.plan else 1
-    if size < 1:
-        raise UsageError(f"{name} is not a number of ranks, 1 or more")
+    if not 1 <= size <= MOST_RANKS:
+        raise UsageError(f"{name} is not a number of ranks, 1 to {MOST_RANKS:,}")
     return size
 
 
@@ -151,13 +160,17 @@ def _check(
 ) -> tuple[Command, Layout | None]:
     """The command and its layout (None without a world size). Raises ConfigError with every mistake."""
     report = check_data(loaded.config)
-    start, mistakes_of_start = _chosen(choose_start)
+    refused = {problem.key for problem in of_environment}
+    may_look = not refused & _PLACES_OF_START
+    start, mistakes_of_start = _chosen(choose_start, loaded.config) if may_look else (Start(), [])
     loaded, problems = resolve_length(loaded, report.epoch_samples, start.position)
     problems += check_config(loaded, world_size, report.vocab_size, start.position)
-    problems += [*report.problems, *of_environment, *mistakes_of_start]
-    if not mistakes_of_start:
+    if not mistakes_of_start and RUN_ROOT not in refused:
         start, mistakes_of_start = _ready(loaded.config, start)
-        problems += mistakes_of_start
+    problems += [*report.problems, *mistakes_of_start]
+    # Whose place is refused has been named, and those who could not read it would name it again.
+    named = {(problem.key, show_value(problem.value)) for problem in of_environment}
+    problems = [*of_environment, *(item for item in problems if (item.key, show_value(item.value)) not in named)]
     problems = [_with_origin(problem, loaded) for problem in problems]
     if problems:
         raise ConfigError.from_problems(problems)
@@ -168,12 +181,14 @@ def _check(
     return command, layout
 
 
-def _chosen(choose_start: Callable[[], Start]) -> tuple[Start, list[Problem]]:
+def _chosen(choose_start: Callable[[], Start], config: Config) -> tuple[Start, list[Problem]]:
     """What the run starts from, or what is wrong with that."""
     try:
         return choose_start(), []
     except ConfigError as error:
         return Start(), list(error.problems)
+    except OSError as error:
+        return Start(), [refusal_of_start(config, error)]
 
 
 def _ready(config: Config, start: Start) -> tuple[Start, list[Problem]]:
@@ -184,9 +199,10 @@ def _ready(config: Config, start: Start) -> tuple[Start, list[Problem]]:
         problems, notes = compare_with_saved(config, start.saved_config, start.weights_only)
     try:
         if start.run_directory is None:
-            resolve_run_directory(config)
+            directory = resolve_run_directory(config)
         else:
-            reopen_run_directory(start.run_directory)
+            directory = reopen_run_directory(start.run_directory)
+        problems += problems_in_run(config, directory)
     except ConfigError as error:
         problems += error.problems
     return replace(start, notes=(*start.notes, *notes)), problems
