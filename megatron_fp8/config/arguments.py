@@ -72,7 +72,7 @@ def describe_keys() -> str:
         if spec.section != section:
             section = spec.section
             lines += ["", f"  {section}: {section_doc(section)}"]
-        lines += [f"    {key}  {_type_and_default(spec)}", *_wrap(spec.doc)]
+        lines += [f"    {key}  {_type_and_default(spec)}", *_wrap(f"{spec.doc} {spec.reasons}".strip())]
     return "\n".join(lines)
 
 

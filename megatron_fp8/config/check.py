@@ -22,6 +22,7 @@ from megatron_fp8.config.rules_optimizer import check_optimizer
 from megatron_fp8.config.rules_parallel import check_parallel
 from megatron_fp8.config.rules_precision import check_precision
 from megatron_fp8.config.rules_profile import check_profile
+from megatron_fp8.config.rules_sizes import check_sizes
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.start import START, Position
 
@@ -44,6 +45,7 @@ def all_findings(facts: Facts) -> Iterator[Finding]:
     """Every mistake by every rule."""
     yield from check_model(facts)
     yield from check_parallel(facts)
+    yield from check_sizes(facts)
     yield from check_precision(facts)
     yield from check_optimizer(facts)
     yield from check_data_keys(facts)

@@ -7,14 +7,9 @@ function that looks at them. The environment is an argument (`config/load.py` re
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import NoReturn
 
 from megatron_fp8.config.arguments import UsageError, hint_for_option, make_parser
 from megatron_fp8.config.check import DataReport, check_config
@@ -27,20 +22,25 @@ from megatron_fp8.config.environment import overruled
 from megatron_fp8.config.launcher import foreign_tasks
 from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.length import LENGTH_KEYS, resolve_length
+from megatron_fp8.config.limits import MOST_RANKS
 from megatron_fp8.config.load import LoadedConfig, load_config
-from megatron_fp8.config.problem import BadInputError, ConfigError, Problem
+from megatron_fp8.config.paths import is_missing
+from megatron_fp8.config.places import place_problems, problems_in_run, refusal_of_start
+from megatron_fp8.config.problem import BadInputError, ConfigError, Problem, show_value
 from megatron_fp8.config.rules_logging import MODE as WANDB_MODE
 from megatron_fp8.config.rules_logging import login_problem
 from megatron_fp8.config.rundir import make_run_directory_for_all, reopen_run_directory, resolve_run_directory
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.secret_texts import secret_problems
+from megatron_fp8.config.speaker import Speaker
 from megatron_fp8.config.start import Holds, Resume, Start
 from megatron_fp8.config.summary import describe_world_sizes, summarize
 from megatron_fp8.config.warn import config_warnings
 
-EXIT_CODE_OF_A_MISTAKE = 2
-# A launcher ends all ranks of a machine when it sees that one has ended, also one that is about to speak.
-SECONDS_FOR_THE_SPEAKER = 10.0
+RUN_ROOT = "run.root"
+# Where what a run starts from is looked for.
+_PLACES_OF_START = {RUN_ROOT, "checkpoint.load"}
+_MOST_DIGITS = 20
 
 DataCheck = Callable[[Config], DataReport]
 StartChoice = Callable[[Config, Resume | None, Holds | None], Start]
@@ -88,7 +88,7 @@ def parse_command_line(
     `--check`, with code 2 after any mistake.
     """
     tasks = foreign_tasks(environ)
-    speaker = _Speaker(environ if tasks is None else {**environ, "RANK": str(tasks.rank)})
+    speaker = Speaker(environ if tasks is None else {**environ, "RANK": str(tasks.rank)})
     try:
         arguments = _parse(argv)
         if arguments.help:
@@ -106,6 +106,7 @@ def parse_command_line(
             speaker.end_with_answer(describe_plan(loaded, world_size))
         login = login_problem(loaded.config, environ, loaded.origins[WANDB_MODE])
         of_environment = [*([login] if login else []), *secret_problems(loaded.config, environ, loaded.origins)]
+        of_environment = place_problems(loaded.config, environ.get("RANK", "0") == "0") + of_environment
         of_environment += undone_by_job(loaded.config, environ, loaded.origins[DETERMINISTIC])
         look = partial(choose_start, loaded.config, arguments.resume)
         check = partial(_check, loaded, world_size, check_data, of_environment)
@@ -118,14 +119,16 @@ def parse_command_line(
             command, layout = check(None)
     except (UsageError, BadInputError) as error:
         speaker.end_with_mistake(str(error))
-    _warn(speaker, command, environ, layout)
+    _warn(speaker, loaded, command, environ, layout)
     if arguments.check:
         speaker.end_with_answer(_what_would_run(command, layout))
     return replace(command, quiet=arguments.quiet)
 
 
-def _warn(speaker: _Speaker, command: Command, environ: Mapping[str, str], layout: Layout | None) -> None:
-    for warning in config_warnings(LoadedConfig(command.config, command.origins), layout):
+def _warn(
+    speaker: Speaker, loaded: LoadedConfig, command: Command, environ: Mapping[str, str], layout: Layout | None
+) -> None:
+    for warning in config_warnings(replace(loaded, config=command.config, origins=command.origins), layout):
         speaker.warn(str(warning))
     for conflict in overruled(command.config.parallel, environ, command.origins[ENVIRONMENT]):
         speaker.warn(str(conflict))
@@ -153,7 +156,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"unknown option {unknown[0]}; use {hint_for_option(unknown[0])}")
     if arguments.config is None:
         parser.error("CONFIG is missing: the path of a YAML file, as in configs/quickstart.yaml")
-    if "=" in arguments.config and not Path(arguments.config).exists():
+    if "=" in arguments.config and is_missing(arguments.config):
         parser.error(f"CONFIG comes first, and {arguments.config} is not the path of a YAML file")
     if arguments.check and arguments.plan:
         parser.error("--check and --plan both answer and end; use one of them")
@@ -168,11 +171,11 @@ def _world_size(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
         size, name = arguments.world_size, "--world-size"
     elif "WORLD_SIZE" in environ:
         text, name = environ["WORLD_SIZE"], "the environment variable WORLD_SIZE"
-        size = int(text) if text.isdecimal() else 0
+        size = int(text) if text.isdecimal() and len(text) < _MOST_DIGITS else 0
     else:
         return None if arguments.check or arguments.plan else 1
-    if size < 1:
-        raise UsageError(f"{name} is not a number of ranks, 1 or more")
+    if not 1 <= size <= MOST_RANKS:
+        raise UsageError(f"{name} is not a number of ranks, 1 to {MOST_RANKS:,}")
     return size
 
 
@@ -188,15 +191,20 @@ def _check(
     `choose_start` None: another rank chooses, and judges what depends on the choice.
     """
     report = check_data(loaded.config)
-    start, mistakes_of_start = _chosen(choose_start) if choose_start is not None else (Start(), [])
+    refused = {problem.key for problem in of_environment}
+    start, mistakes_of_start = Start(), list[Problem]()
+    if choose_start is not None and not refused & _PLACES_OF_START:
+        start, mistakes_of_start = _chosen(choose_start, loaded.config)
     loaded, problems = resolve_length(loaded, report.epoch_samples, start.position)
     problems += check_config(loaded, world_size, report.vocab_size, start.position)
     if choose_start is None:
         problems = [problem for problem in problems if problem.key not in LENGTH_KEYS]
-    problems += [*report.problems, *of_environment, *mistakes_of_start]
-    if choose_start is not None and not mistakes_of_start:
+    elif not mistakes_of_start and RUN_ROOT not in refused:
         start, mistakes_of_start = _ready(loaded.config, start)
-        problems += mistakes_of_start
+    problems += [*report.problems, *mistakes_of_start]
+    # Whose place is refused has been named, and those who could not read it would name it again.
+    named = {(problem.key, show_value(problem.value)) for problem in of_environment}
+    problems = [*of_environment, *(item for item in problems if (item.key, show_value(item.value)) not in named)]
     problems = [_with_origin(problem, loaded) for problem in problems]
     if problems:
         raise ConfigError.from_problems(problems)
@@ -218,12 +226,14 @@ def _claimed(check: Callable[[], Checked], holds: Holds | None) -> Checked:
     return check()
 
 
-def _chosen(choose_start: ChosenStart) -> tuple[Start, list[Problem]]:
+def _chosen(choose_start: ChosenStart, config: Config) -> tuple[Start, list[Problem]]:
     """What the run starts from, or what is wrong with that."""
     try:
         return choose_start(), []
     except ConfigError as error:
         return Start(), list(error.problems)
+    except OSError as error:
+        return Start(), [refusal_of_start(config, error)]
 
 
 def _ready(config: Config, start: Start) -> tuple[Start, list[Problem]]:
@@ -234,9 +244,10 @@ def _ready(config: Config, start: Start) -> tuple[Start, list[Problem]]:
         problems, notes = compare_with_saved(config, start.saved_config, start.weights_only, start.position)
     try:
         if start.run_directory is None:
-            resolve_run_directory(config)
+            directory = resolve_run_directory(config)
         else:
-            reopen_run_directory(start.run_directory)
+            directory = reopen_run_directory(start.run_directory)
+        problems += problems_in_run(config, directory)
     except ConfigError as error:
         problems += error.problems
     return replace(start, notes=(*start.notes, *notes)), problems
@@ -244,44 +255,3 @@ def _ready(config: Config, start: Start) -> tuple[Start, list[Problem]]:
 
 def _with_origin(problem: Problem, loaded: LoadedConfig) -> Problem:
     return replace(problem, origin=problem.origin or loaded.origins.get(problem.key, ""))
-
-
-class _Speaker:
-    """Writes for the whole job: rank 0's messages, and nobody else's. Who has nothing to say ends last.
-
-    A mistake on another machine only (a file that is missing there) would go unsaid; that machine's first rank
-    leaves it where its torchrun looks for the reason of a failure.
-    """
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self.speaks = environ.get("RANK", "0") == "0"
-        self._first_elsewhere = not self.speaks and environ.get("LOCAL_RANK") == "0"
-        self._error_file = environ.get("TORCHELASTIC_ERROR_FILE")
-
-    def answer(self, text: str) -> None:
-        """Write what was asked for to standard output."""
-        if self.speaks:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-
-    def warn(self, warning: str) -> None:
-        """Write a warning to standard error."""
-        if self.speaks:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
-
-    def end_with_answer(self, text: str) -> NoReturn:
-        """Write what was asked for and end with code 0."""
-        self.answer(text)
-        raise SystemExit(0)
-
-    def end_with_mistake(self, text: str) -> NoReturn:
-        """Say what is wrong and end with code 2."""
-        if self.speaks:
-            print(text, file=sys.stderr, flush=True)
-        elif self._first_elsewhere and self._error_file:
-            extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-            content = {"message": {"message": text, "extraInfo": extra}}
-            Path(self._error_file).write_text(json.dumps(content), encoding="utf-8")
-        else:
-            time.sleep(SECONDS_FOR_THE_SPEAKER)
-        raise SystemExit(EXIT_CODE_OF_A_MISTAKE)

@@ -11,10 +11,12 @@ import operator
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from megatron_fp8.config.limits import RealLimit, WholeLimit
+from megatron_fp8.config.place import Place
 from megatron_fp8.config.schema import Config
 
 Kind = Literal["int", "float", "bool", "str", "choice", "strings", "ints", "bools"]
@@ -38,7 +40,7 @@ _TEXT_OF_BOUND = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below
 class FieldSpec:
     """One config key; `choices` are those of `kind` "choice", `bounds` are pydantic's ge, gt, le, lt.
 
-    `length`: how many items a list must have; None: any number.
+    `length`: how many items a list must have; None: any number. `place`: what the path or paths it names are for.
     """
 
     key: str
@@ -51,6 +53,7 @@ class FieldSpec:
     required: bool
     default: Any
     doc: str
+    place: Place | None = None
 
     @property
     def section(self) -> str:
@@ -72,6 +75,21 @@ class FieldSpec:
             return len(value) == self.length
         return all(_WITHIN[name](value, limit) for name, limit in self.bounds)
 
+    def beyond(self, value: Any) -> str | None:
+        """Which bound a number of the right type is beyond, and why that is one; None: it is within all."""
+        for name, limit in self.bounds:
+            if not _WITHIN[name](value, limit):
+                return f"not {_show_bound(name, limit)}{f': {limit.why}' if _has_why(limit) else ''}"
+        return None
+
+    @property
+    def reasons(self) -> str:
+        """Why the bounds are where they are, in sentences; empty where that goes without saying."""
+        reasons = [
+            f"{_show_bound(name, limit).capitalize()}: {limit.why}." for name, limit in self.bounds if _has_why(limit)
+        ]
+        return " ".join(reasons)
+
     @property
     def description(self) -> str:
         """What a value must be, in words: "a whole number, at least 1, or null"."""
@@ -79,7 +97,7 @@ class FieldSpec:
             text = " or ".join(str(choice) for choice in self.choices)
         else:
             text = _TEXT_OF_KIND[self.kind]
-        limits = [f"{_TEXT_OF_BOUND[name]} {limit:g}" for name, limit in self.bounds]
+        limits = [_show_bound(name, limit) for name, limit in self.bounds]
         if limits:
             text += f", {' and '.join(limits)}"
         if self.length is not None:
@@ -87,6 +105,14 @@ class FieldSpec:
         if self.pattern:
             text += f", matching {self.pattern}"
         return f"{text}, or null" if self.optional else text
+
+
+def _show_bound(name: str, limit: float) -> str:
+    return f"{_TEXT_OF_BOUND[name]} {f'{limit:,}' if isinstance(limit, int) else f'{limit:g}'}"
+
+
+def _has_why(limit: float) -> TypeGuard[WholeLimit | RealLimit]:
+    return isinstance(limit, (WholeLimit, RealLimit))
 
 
 @functools.cache
@@ -128,6 +154,7 @@ def _field_spec(key: str, field: FieldInfo) -> FieldSpec:
         required=field.is_required(),
         default=None if field.is_required() else field.get_default(call_default_factory=True),
         doc=" ".join((field.description or "").split()),
+        place=next((item for item in field.metadata if isinstance(item, Place)), None),
     )
 
 

@@ -10,7 +10,7 @@ import difflib
 import os
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,14 @@ _OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config and each dotted key's origin: `file:line`, "command line" or "default"."""
+    """A config and each dotted key's origin: `file:line`, "command line" or "default".
+
+    `overridden`: what an Accelerate YAML says of keys that the config gives another value, as written there.
+    """
 
     config: Config
     origins: Mapping[str, str]
+    overridden: Mapping[str, Written] = field(default_factory=dict)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -69,7 +73,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
     source = read_files(path)
     given = read_overrides(list(overrides))
     source.values.update(given.values)
-    problems = [*source.problems, *given.problems, *_take_accelerate(source)]
+    mistakes, overridden = _take_accelerate(source)
+    problems = [*source.problems, *given.problems, *mistakes]
     fields = config_fields()
     values: dict[str, dict[str, Any]] = {section: {} for section in Config.model_fields}
     wrong: set[str] = set()
@@ -90,20 +95,37 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
     if problems:
         raise ConfigError.from_problems(problems)
     origins = {key: source.values[key].origin if key in source.values else DEFAULT for key in fields}
-    return LoadedConfig(config, types.MappingProxyType(origins))
+    overridden = {key: written for key, written in overridden.items() if _differs(config, fields[key], written)}
+    return LoadedConfig(config, types.MappingProxyType(origins), types.MappingProxyType(overridden))
 
 
-def _take_accelerate(source: Source) -> list[Problem]:
-    """Put what an Accelerate YAML says below the values of `source`, and take its path away; its mistakes."""
+def _differs(config: Config, spec: FieldSpec, written: Written) -> bool:
+    """Whether a key has another value than the one that is written there."""
+    try:
+        return bool(to_value(written.node, spec) != getattr(getattr(config, spec.section), spec.name))
+    except ValueMismatchError:
+        return True
+
+
+def _take_accelerate(source: Source) -> tuple[list[Problem], dict[str, Written]]:
+    """Put what an Accelerate YAML says below the values of `source`, and take its path away.
+
+    Its mistakes, and what it says of keys that `source` has, defaults of Accelerate aside.
+    """
     written = source.values.get(FROM_ACCELERATE)
     if written is None or not isinstance(written.node, yaml.ScalarNode) or written.text.lower() in ("", "~", "null"):
-        return []
+        return [], {}
     path = written.node.value
     accelerate = read_accelerate(path, written.origin)
+    overridden = {
+        key: written
+        for key, written in accelerate.values.items()
+        if key in source.values and not written.origin.endswith(DEFAULT)
+    }
     source.values = {**accelerate.values, **source.values}
     # What the file says stands in the other keys now, and a config that is written down needs it no more.
     source.values[FROM_ACCELERATE] = Written(yaml.ScalarNode("tag:yaml.org,2002:null", ""), "", f"{path} was read")
-    return accelerate.problems
+    return accelerate.problems, overridden
 
 
 def process_environment() -> Mapping[str, str]:
@@ -170,7 +192,9 @@ def _schema_problems(error: ValidationError, source: Source, wrong: set[str], pa
         spec = fields[key]
         if key in source.values and key not in wrong:
             written = source.values[key]
-            yield Problem(key, written.text, f"not {spec.description}", spec.description, written.origin)
+            is_number = isinstance(detail["input"], int | float)
+            reason = (spec.beyond(detail["input"]) if is_number else None) or f"not {spec.description}"
+            yield Problem(key, written.text, reason, spec.description, written.origin)
         elif key not in source.values and not source.unreadable:
             reason = f"the key is needed and not set: {spec.doc}"
             yield Problem(key, "(not set)", reason, f"{key}: {spec.description}", str(path))

@@ -3,11 +3,18 @@
 Knows nothing of other sections; what must hold between fields is in `config/rules_precision.py`. Imports no torch.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megatron_fp8.config.base import Section
+from megatron_fp8.config.limits import (
+    MOST_ERROR,
+    MOST_HISTORY,
+    MOST_LAYERS,
+    MOST_STEPS,
+)
+from megatron_fp8.config.place import Place
 
 MomentFormat = Literal["fp32", "fp16", "bf16", "fp8"]
 # A loss scale and its inverse are FP32 numbers; beyond these one of them is infinite or zero, and every step overflows.
@@ -19,7 +26,7 @@ class PrecisionConfig(Section):
 
     mode: Literal["fp32", "fp16", "bf16", "fp8"] = "bf16"
     """Format of the blocks' GEMMs: fp32, fp16 (with loss scaling), bf16, or fp8 (BF16 elsewhere)."""
-    from_accelerate: str | None = None
+    from_accelerate: Annotated[str | None, Place.FILE] = None
     """Path of a Hugging Face Accelerate YAML whose `mixed_precision` and `fp8_config` give this section's defaults,
     relative to where the program was started."""
 
@@ -32,9 +39,9 @@ class PrecisionConfig(Section):
     tensorwise, e4m3 with blockwise and mxfp8."""
     fp8_margin: int = Field(default=0, ge=0, le=16)
     """Head-room of a delayed scale, in powers of two."""
-    fp8_interval: int = Field(default=1, ge=1)
+    fp8_interval: int = Field(default=1, ge=1, le=MOST_STEPS)
     """Optimizer steps between two computations of the delayed scales; histories move on every step."""
-    fp8_amax_history_len: int = Field(default=1024, ge=1)
+    fp8_amax_history_len: int = Field(default=1024, ge=1, le=MOST_HISTORY)
     """Steps of amax history that a delayed scale is computed from."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     """The history's maximum, or its newest entry."""
@@ -50,9 +57,9 @@ class PrecisionConfig(Section):
 
     first_last_layers_bf16: bool = False
     """Run the first and the last transformer layers of the whole model in BF16."""
-    num_layers_at_start_in_bf16: int = Field(default=1, ge=0)
+    num_layers_at_start_in_bf16: int = Field(default=1, ge=0, le=MOST_LAYERS)
     """Layers at the start that first_last_layers_bf16 means."""
-    num_layers_at_end_in_bf16: int = Field(default=1, ge=0)
+    num_layers_at_end_in_bf16: int = Field(default=1, ge=0, le=MOST_LAYERS)
     """Layers at the end that first_last_layers_bf16 means."""
     bf16_layers: list[int] = Field(default_factory=list)
     """Further transformer layers that run in BF16: numbers over the whole model, from 0."""
@@ -72,24 +79,24 @@ class PrecisionConfig(Section):
     """Dynamic loss scale of the first step."""
     min_loss_scale: float = Field(default=1.0, ge=_SMALLEST_LOSS_SCALE, le=_LARGEST_LOSS_SCALE)
     """The dynamic loss scale never gets lower."""
-    loss_scale_window: int = Field(default=1000, ge=1)
+    loss_scale_window: int = Field(default=1000, ge=1, le=MOST_STEPS)
     """Steps without overflow after which the dynamic loss scale doubles."""
-    hysteresis: int = Field(default=2, ge=1)
+    hysteresis: int = Field(default=2, ge=1, le=MOST_STEPS)
     """The overflow, counted since the dynamic loss scale last grew, at which it halves, as at every one after it."""
 
-    fp8_health_interval: int = Field(default=100, ge=0)
+    fp8_health_interval: int = Field(default=100, ge=0, le=MOST_STEPS)
     """Optimizer steps between checks of the FP8 tensors' data (share clipped, share flushed to zero, relative
     error); 0: never."""
     fp8_fallback: bool = False
     """Run a layer in BF16 from then on when fp8_fallback_num_checks checks in a row find a tensor of it over a
     limit."""
-    fp8_fallback_num_checks: int = Field(default=3, ge=1)
+    fp8_fallback_num_checks: int = Field(default=3, ge=1, le=MOST_STEPS)
     """Checks in a row over a limit before a layer falls back."""
-    fp8_fallback_num_healthy_checks: int = Field(default=0, ge=0)
+    fp8_fallback_num_healthy_checks: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Healthy checks in a row (of what FP8 would do) after which a layer returns to FP8; 0: never."""
     fp8_fallback_max_clipped: float = Field(default=0.01, ge=0, le=1)
     """Limit of the share of elements that are clipped at the format's largest value."""
     fp8_fallback_max_flushed: float = Field(default=0.5, ge=0, le=1)
     """Limit of the share of non-zero elements that become zero."""
-    fp8_fallback_max_error: float = Field(default=0.2, gt=0)
+    fp8_fallback_max_error: float = Field(default=0.2, gt=0, le=MOST_ERROR)
     """Limit of the relative quantisation error, ||x - q(x)|| / ||x||."""

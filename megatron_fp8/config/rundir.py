@@ -10,6 +10,8 @@ import itertools
 import os
 from pathlib import Path
 
+from megatron_fp8.config.paths import why_refused, why_unwritable
+from megatron_fp8.config.place import Place
 from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.schema import Config
 
@@ -44,8 +46,8 @@ def resolve_run_directory(config: Config) -> Path:
 
 def reopen_run_directory(directory: Path) -> Path:
     """The directory of a run that is continued. ConfigError where it cannot be written to."""
-    if not os.access(directory, os.W_OK | os.X_OK):
-        reason = f"{directory} cannot be written to, so its run cannot be continued"
+    if wrong := why_unwritable(directory):
+        reason = f"its run {directory.name} cannot be continued: {wrong}"
         raise ConfigError.from_problems([Problem("run.root", str(directory.parent), reason, "a copy of your own")])
     return directory
 
@@ -77,7 +79,7 @@ def _make(directory: Path, config: Config) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        reason = f"{directory} cannot be made: {error.strerror}"
+        reason = f"{directory} cannot be made: {why_refused(directory, error)}"
         problem = Problem("run.root", config.run.root, reason, "a directory of your own")
         raise ConfigError.from_problems([problem]) from error
     return True
@@ -90,9 +92,5 @@ def candidates(root: Path, name: str) -> itertools.chain[Path]:
 
 def _root_problem(root: Path) -> Problem | None:
     """Why no directory can be made in `root`, if so."""
-    nearest = next(path for path in (root, *root.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        return Problem("run.root", str(root), f"{nearest} is not a directory", "the path of a directory")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        return Problem("run.root", str(root), f"{nearest} cannot be written to", "a directory of your own")
-    return None
+    reason = why_unwritable(root)
+    return None if reason is None else Problem("run.root", str(root), reason, Place.RUNS.value)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 
+from megatron_fp8.config.paths import is_missing, why_refused, why_unreadable
 from megatron_fp8.config.problem import Problem
 
 COMMAND_LINE = "command line"
@@ -74,9 +75,9 @@ def read_files(path: str | Path, base_key: str | None = "base") -> Source:
         if base is None:
             break
         name, origin = os.path.normpath(Path(name).parent / base.text), base.origin
-        chain = [os.path.realpath(earlier) for earlier in names]
-        if os.path.realpath(name) in chain:
-            cycle = " -> ".join([*names[chain.index(os.path.realpath(name)) :], name])
+        chain = [_real(earlier) for earlier in names]
+        if _real(name) in chain:
+            cycle = " -> ".join([*names[chain.index(_real(name)) :], name])
             problems.append(
                 Problem("base", base.text, f"the bases go in a circle: {cycle}", "a base outside it", origin)
             )
@@ -117,16 +118,23 @@ def _override_hint(key: str) -> str:
     return f"{key or 'section.key'}=VALUE" if "." in key else "section.key=VALUE, as in training.seed=1"
 
 
+def _real(name: str) -> str:
+    # A NUL leads nowhere, which reading will say.
+    return name if "\0" in name else os.path.realpath(name)
+
+
 def _read_text(name: str) -> tuple[str | None, str]:
     """(the file's text, "") or (None, why it cannot be read)."""
     try:
+        if not is_missing(name) and (reason := why_unreadable(name)):
+            return None, reason
         return Path(name).read_text(encoding="utf-8"), ""
     except FileNotFoundError:
         return None, "there is no such file"
     except UnicodeDecodeError as error:
         return None, f"not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
     except (OSError, ValueError) as error:
-        return None, getattr(error, "strerror", None) or str(error)
+        return None, why_refused(name, error)
 
 
 def _interpret(text: str, name: str, base_key: str | None) -> _File:

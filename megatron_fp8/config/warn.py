@@ -1,4 +1,4 @@
-"""Owns what is allowed in a config and still worth a word: keys without effect, FP8 too small to pay, idle stages.
+"""Owns what is allowed in a config and still worth a word: keys without effect, sizes that cost more than they give.
 
 Imports no torch.
 """
@@ -23,13 +23,16 @@ CAST_BYTES_PER_SECOND = 2.5e12
 _CAST_BYTES_PER_ELEMENT = 4
 _SECONDS_PER_LAUNCH = 5e-6
 _CASTS_PER_GEMM = 3
+_FP32_BYTES = 4
+# Of scores a layer: as much as no GPU feels.
+_FEW_BYTES = 64 * 2**20
 # Elements that share a scale with blockwise scaling.
 _BLOCK = 128
 
 
 def config_warnings(loaded: LoadedConfig, layout: Layout | None) -> list[Problem]:
     """What a person may want to know although the run can start; `layout` is None without a world size."""
-    warnings = list(_keys_without_effect(loaded))
+    warnings = [*_keys_without_effect(loaded), *_overridden(loaded)]
     config, origins = loaded.config, loaded.origins
     if layout is None:
         return warnings
@@ -47,6 +50,7 @@ def config_warnings(loaded: LoadedConfig, layout: Layout | None) -> list[Problem
                 )
             )
     warnings += _gathers_in_bf16(loaded, layout)
+    warnings += _scores_in_fp32(loaded, layout)
     if layout.num_microbatches < layout.pipeline_model_parallel_size:
         warnings.append(
             Problem(
@@ -59,6 +63,29 @@ def config_warnings(loaded: LoadedConfig, layout: Layout | None) -> list[Problem
             )
         )
     return warnings
+
+
+def _overridden(loaded: LoadedConfig) -> Iterator[Problem]:
+    """What an Accelerate YAML says, and the config says otherwise."""
+    for key, written in loaded.overridden.items():
+        value = getattr(getattr(loaded.config, key.partition(".")[0]), key.partition(".")[2])
+        reason = f"it overrides {written.text} of the Accelerate file ({written.origin})"
+        yield Problem(key, value, reason, "the key left out, where the file's value is meant", loaded.origins[key])
+
+
+def _scores_in_fp32(loaded: LoadedConfig, layout: Layout) -> Iterator[Problem]:
+    """TE has no fused attention in FP32: on GPUs its scores are a tensor, whose softmax waits for the backward pass."""
+    scores = layout.micro_batch_size * layout.attention_heads_per_rank * layout.seq_length**2
+    size = scores * _FP32_BYTES
+    if loaded.config.precision.mode != "fp32" or size < _FEW_BYTES:
+        return
+    reason = (
+        f"on GPUs attention in FP32 is not fused: at model.seq_length={layout.seq_length} a micro-batch keeps "
+        f"{layout.micro_batch_size} x {layout.attention_heads_per_rank} heads x {layout.seq_length} x "
+        f"{layout.seq_length} scores, {size / 2**30:,.1f} GiB a layer"
+    )
+    use = "precision.mode=bf16, whose attention keeps no scores"
+    yield Problem("precision.mode", "fp32", reason, use, loaded.origins["precision.mode"])
 
 
 def _gathers_in_bf16(loaded: LoadedConfig, layout: Layout) -> Iterator[Problem]:

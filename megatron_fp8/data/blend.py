@@ -6,10 +6,12 @@ Imports no torch and opens no file.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+
+# Sums and shares of numbers within it are exact enough to count samples and documents by.
+_MOST_WEIGHT = 1e9
 
 
 class BlendError(Exception):
@@ -54,8 +56,9 @@ def parse_blend(entries: Sequence[str]) -> Blend:
     for prefix in blend.prefixes:
         _check_prefix(prefix, blend.prefixes)
     for prefix, weight in zip(blend.prefixes, blend.weights or (), strict=False):
-        if not (weight > 0 and math.isfinite(weight)):
-            raise BlendError(f"the weight of {prefix} is {weight}", "use a positive weight, or leave it out")
+        if not 1 / _MOST_WEIGHT <= weight <= _MOST_WEIGHT:
+            use = f"use a positive weight, from {1 / _MOST_WEIGHT:g} to {_MOST_WEIGHT:g}, or leave it out"
+            raise BlendError(f"the weight of {prefix} is {weight:g}", use)
     return blend
 
 
@@ -66,9 +69,11 @@ def parse_split(split: str) -> tuple[tuple[float, float], ...]:
     Numbers that are missing are 0. Raises BlendError for anything but one to three numbers with a sum above 0.
     """
     numbers = [_number_of(part) for part in split.split(",")]
-    parts = [number for number in numbers if number is not None and number >= 0 and math.isfinite(number)]
+    parts = [number for number in numbers if number is not None and 0 <= number <= _MOST_WEIGHT]
     if not len(parts) == len(numbers) <= 3 or sum(parts) == 0:
-        raise BlendError("it is not one to three numbers, 0 or more", "use 969,30,1: training, validation, test")
+        raise BlendError(
+            f"it is not one to three numbers from 0 to {_MOST_WEIGHT:g}", "use 969,30,1: training, validation, test"
+        )
     ends = list(accumulate(part / sum(parts) for part in parts))
     ends = [0.0, *ends, *[ends[-1]] * (3 - len(ends))]
     return tuple(pairwise(ends))

@@ -6,7 +6,6 @@ Imports no torch, so that it runs before processes start.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_fp8.config.check import DataReport
 from megatron_fp8.config.problem import Problem
@@ -35,9 +34,9 @@ class _Part:
 
 
 def check_data(config: Config) -> DataReport:
-    """The tokenizer's size and every mistake of the tokenizer, the token files and the index cache.
+    """The tokenizer's size and every mistake of the tokenizer and the token files.
 
-    Keys that are not set are not this function's matter (`config/check.py`).
+    Keys that are not set, and where indices are kept, are not this function's matter (`config/check.py`).
     """
     problems: list[Problem] = []
     vocab_size = eod_id = None
@@ -63,9 +62,6 @@ def check_data(config: Config) -> DataReport:
         if config.training.train_epochs is not None and parts and parts[0].name == "train":
             epoch_samples, mistake = _epoch_samples(config, parts[0].blend)
             problems += mistake
-    cache = config.data.data_cache_path
-    if cache is not None and Path(cache).exists() and not Path(cache).is_dir():
-        problems.append(Problem("data.data_cache_path", cache, "it is not a directory", "the path of a directory"))
     return DataReport(vocab_size, tuple(problems), epoch_samples, tuple(notes))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_fp8.config.paths import is_missing, why_unreadable
 from megatron_fp8.config.problem import Problem
 from megatron_fp8.data.token_file import TokenFileError, TokenIndex, bin_path, read_index
 
@@ -75,8 +76,10 @@ def check_token_file(
 def mistake_of_pair(prefix: str, index: TokenIndex) -> str | None:
     """Why `.idx` and `.bin` cannot belong together, if so."""
     path = bin_path(prefix)
-    if not path.is_file():
+    if is_missing(path):
         return f"{path} does not exist, its index does"
+    if reason := why_unreadable(path):
+        return reason
     lengths = index.lengths_tokens.astype(np.int64)
     if len(lengths) == 0:
         return f"{path} has no documents"

@@ -22,6 +22,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_fp8.config.paths import is_missing, why_unreadable
 from megatron_fp8.config.problem import BadInputError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -90,8 +91,10 @@ def read_index(prefix: str | Path) -> TokenIndex:
     asks for.
     """
     path = idx_path(prefix)
-    if not path.is_file():
+    if is_missing(path):
         raise TokenFileError(f"{path} does not exist{_neighbours(str(prefix))}")
+    if reason := why_unreadable(path):
+        raise TokenFileError(reason)
     size_bytes = path.stat().st_size
     with path.open("rb") as stream:
         header = stream.read(HEADER.size)

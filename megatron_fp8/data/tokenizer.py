@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_fp8.config.paths import why_refused, why_unreadable
 from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, TYPE, Backend, FlatIds, TokenizerError
 from megatron_fp8.data.vocab.byte_level import ByteLevel
 from megatron_fp8.data.vocab.hugging_face import HuggingFace, train_byte_level_bpe
@@ -32,6 +34,7 @@ TOKENIZER_TYPES = (AUTO, HUGGING_FACE, SENTENCE_PIECE, TIKTOKEN, BYTE_LEVEL)
 # In a folder, the first of these that is there.
 _FILES_OF_FOLDER = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
 _START_BYTES = 4096
+_READABLE = "name a file that can be read"
 
 
 class Tokenizer:
@@ -74,7 +77,18 @@ class Tokenizer:
             raise TokenizerError(
                 "there is no file", f"name one, or use data.tokenizer_type {BYTE_LEVEL}, which needs none"
             )
-        file = tokenizer_file(path)
+        try:
+            return cls._of_file(tokenizer_file(path), tokenizer_type, eod_token, tiktoken_pattern)
+        except OSError as error:
+            refused = path if error.filename is None else os.fsdecode(error.filename)
+            raise TokenizerError(why_refused(refused, error), _READABLE) from error
+
+    @classmethod
+    def _of_file(
+        cls, file: Path, tokenizer_type: str, eod_token: str | None, tiktoken_pattern: str | None
+    ) -> Tokenizer:
+        if reason := why_unreadable(file):
+            raise TokenizerError(reason, _READABLE)
         kind = _kind_of(file) if tokenizer_type == AUTO else tokenizer_type
         backend: Backend
         if kind == HUGGING_FACE:

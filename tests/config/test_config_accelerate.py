@@ -157,3 +157,14 @@ def test_a_written_config_needs_the_file_no_more(tmp_path: Path) -> None:
     text = dump_config(loaded.config, loaded.origins)
     assert "accelerate.yaml was read" in text
     assert load_config(write(tmp_path, text, "dumped.yaml")).config == loaded.config
+
+
+def test_what_the_config_overrides_of_the_file_is_said(tmp_path: Path) -> None:
+    base = WRITTEN_BY_ACCELERATE.replace("amax_history_length: 16", "amax_history_length: 32")
+    loaded = load(tmp_path, base, "precision.fp8_amax_history_len=16", "precision.fp8_margin=2")
+    (warning,) = config_warnings(loaded, None)
+    assert (warning.key, warning.value) == ("precision.fp8_amax_history_len", 16)
+    assert f"overrides 32 of the Accelerate file ({tmp_path / 'accelerate.yaml'}:8)" in warning.reason
+    # What the file does not say is not overridden.
+    silent = load(tmp_path, "mixed_precision: fp8\nfp8_config: {backend: TE}\n", "precision.fp8_amax_history_len=16")
+    assert config_warnings(silent, None) == []

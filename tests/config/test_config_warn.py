@@ -54,3 +54,14 @@ def test_a_model_too_small_for_fp8_and_idle_stages_are_pointed_out(tmp_path: Pat
     assert [warning.key for warning in warnings] == ["precision.mode", "training.global_batch_size"]
     assert "slower than BF16" in warnings[0].reason
     assert "2 micro-batches" in warnings[1].reason
+
+
+@pytest.mark.parametrize(
+    ("mode", "seq_length", "said"), [("fp32", 4096, True), ("fp32", 64, False), ("bf16", 4096, False)]
+)
+def test_scores_that_fp32_keeps_on_gpus_are_pointed_out(tmp_path: Path, mode: str, seq_length: int, said: bool) -> None:
+    loaded = load_small(tmp_path, [f"precision.mode={mode}", f"model.seq_length={seq_length}"])
+    warnings = config_warnings(loaded, derive_layout(loaded.config, 1, 1000))
+    assert [warning.key for warning in warnings] == (["precision.mode"] if said else [])
+    # 2 samples x 8 heads x 4096 x 4096 scores of 4 bytes.
+    assert all("2 x 8 heads x 4096 x 4096 scores, 1.0 GiB a layer" in warning.reason for warning in warnings)

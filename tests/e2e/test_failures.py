@@ -55,7 +55,9 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback_last(tiny: Tin
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_iteration(tiny: Tiny, tmp_path: Path) -> None:
     """A learning rate beyond all measure: the second step computes with weights that overflow."""
     tiny.write_config(tmp_path)
-    ended = pretrain("tiny.yaml", "optimizer.lr=1e36", "optimizer.lr_warmup_iters=0", cwd=tmp_path)
+    ended = pretrain(
+        "tiny.yaml", "optimizer.lr=1e36", "optimizer.weight_decay=0", "optimizer.lr_warmup_iters=0", cwd=tmp_path
+    )
     assert ended.code == 1, ended.output
     what = "grad-norm is nan at iteration 2 (samples 4 to 7), with NaN or infinity in rank 0"
     assert what in ended.stderr, ended.output

@@ -1,0 +1,146 @@
+"""Owns why the system refuses a path, in words: the one place where an OSError becomes a reason.
+
+A refusal is found by asking, before anything is written or a run is made; a pipe is never opened, which would wait for
+somebody to write into it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
+_MOST_LINKS = 40
+_MOST_CHARS_SHOWN = 60
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFREG: "a file",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def why_refused(path: str | os.PathLike[str], error: OSError | ValueError) -> str:
+    """Why `path` could not be opened, listed or looked at, given what was raised: which part of it is to blame."""
+    if isinstance(error, ValueError):
+        return "no path can hold a NUL character" if "\0" in os.fspath(path) else f"no path can be so: {error}"
+    place = Path(path).absolute()
+    too_long = _too_long(place) if error.errno == errno.ENAMETOOLONG else None
+    return too_long or _blamed(place, error, _MOST_LINKS)
+
+
+def why_unreadable(path: str | os.PathLike[str], wanted: tuple[str, ...] = ("a file",)) -> str | None:
+    """Why there is none of what is `wanted`, "a file" or "a directory", at `path` to read for this user; None: it is.
+
+    Where there is nothing at all, that is the reason too.
+    """
+    try:
+        mode = Path(path).stat().st_mode
+    except (OSError, ValueError) as error:
+        return why_refused(path, error)
+    if _kind(mode) not in wanted:
+        return f"{shown(path)} is {_kind(mode)}, not {' or '.join(wanted)}"
+    return None if _may(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)) else _denied(Path(path))
+
+
+def why_unwritable(path: str | os.PathLike[str]) -> str | None:
+    """Why `path` is no directory that this user can write into, nor can be made; None: it is, or can. Makes nothing."""
+    place = Path(path).absolute()
+    try:
+        if reason := _too_long(place):
+            return reason
+        while True:
+            try:
+                mode = place.stat().st_mode
+                break
+            except FileNotFoundError as error:
+                if os.path.lexists(place):  # a link to nowhere
+                    return why_refused(place, error)
+                place = place.parent
+    except (OSError, ValueError) as error:
+        return why_refused(place, error)
+    if not stat.S_ISDIR(mode):
+        return f"{shown(place)} is {_kind(mode)}, not a directory"
+    return None if _may(place, os.W_OK | os.X_OK) else _denied(place)
+
+
+def is_missing(path: str | os.PathLike[str]) -> bool:
+    """Whether there is nothing under this name, as far as the system lets anybody look."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """A path for a message: in one line, cut where it is too long to read."""
+    text = os.fspath(path)
+    text = text if text.isprintable() else repr(text)[1:-1]
+    if len(text) <= 4 * _MOST_CHARS_SHOWN:
+        return text
+    return f"{text[:_MOST_CHARS_SHOWN]}...{text[-_MOST_CHARS_SHOWN:]}"
+
+
+def _blamed(path: Path, error: OSError, num_links: int) -> str:
+    """What is wrong with the first part of `path` that is refused; `num_links` more of them are followed."""
+    for part in (*reversed(path.parents), path):
+        try:
+            mode = os.lstat(part).st_mode
+        except OSError as refused:
+            return _of_part(part, refused)
+        if not stat.S_ISLNK(mode):
+            continue
+        try:
+            part.stat()
+        except OSError as refused:
+            if refused.errno == errno.ELOOP or num_links == 0:
+                return f"{shown(part)} is a link that leads back to itself"
+            return f"{shown(part)} is a link, and {_blamed(part.parent / part.readlink(), refused, num_links - 1)}"
+    return _denied(path) if error.errno in (errno.EACCES, errno.EPERM) else f"{shown(path)}: {error.strerror}"
+
+
+def _of_part(part: Path, error: OSError) -> str:
+    """The same for the part of a path that cannot be looked at, while those before it can."""
+    if error.errno == errno.ENOENT:
+        return f"there is no such file or directory as {shown(part)}"
+    if error.errno == errno.EACCES:
+        return _denied(part.parent)
+    if error.errno == errno.ENOTDIR:
+        return f"{shown(part.parent)} is {_kind(part.parent.stat().st_mode)}, not a directory"
+    if error.errno == errno.ENAMETOOLONG:
+        return _too_long(part) or f"{shown(part)}: {error.strerror}"
+    return f"{shown(part)}: {error.strerror}"
+
+
+def _too_long(path: Path) -> str | None:
+    for name in path.parts:
+        if (num_bytes := len(os.fsencode(name))) > _MOST_NAME_BYTES:
+            return f"the name {shown(name)} has {num_bytes} bytes, and file systems take {_MOST_NAME_BYTES}"
+    if (num_bytes := len(os.fsencode(path))) > _MOST_PATH_BYTES:
+        return f"the path has {num_bytes:,} bytes, and the system takes {_MOST_PATH_BYTES:,}"
+    return None
+
+
+def _may(path: str | os.PathLike[str], mode: int) -> bool:
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _denied(path: Path) -> str:
+    found = path.stat()
+    if os.statvfs(path).f_flag & os.ST_RDONLY and _may(path, os.R_OK | os.X_OK):
+        return f"{shown(path)} is on a file system that is read-only"
+    return (
+        f"permission denied on {shown(path)}: its mode is {stat.S_IMODE(found.st_mode):04o}, it belongs to user "
+        f"{found.st_uid}, and this is user {os.geteuid()}"
+    )
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "something else")
