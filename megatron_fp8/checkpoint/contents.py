@@ -9,7 +9,6 @@ directories.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -104,7 +103,7 @@ def _cut(
     for box in placement.boxes(start, start + values.numel()):
         yield ShardedTensor(
             key=key,
-            data=_storage_of_its_own(values[box.start - start : box.stop - start].view(box.shape)),
+            data=values[box.start - start : box.stop - start].view(box.shape),
             dtype=values.dtype,
             local_shape=box.shape,
             global_shape=placement.whole_shape,
@@ -113,16 +112,6 @@ def _cut(
             axis_fragmentations=None,
             replica_id=replica,
         )
-
-
-def _storage_of_its_own(tensor: Tensor) -> Tensor:
-    """The same memory, as the whole of a storage: what is only a part of one, Megatron copies before it writes.
-
-    That copy serves on GPUs only, where the state is copied to the host anyway.
-    """
-    if tensor.device.type != "cpu" or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
-        return tensor
-    return torch.from_numpy(tensor.view(torch.uint8).numpy()).view(tensor.dtype)
 
 
 def whole_tensor(key: str, tensor: Tensor, replica: int | tuple[int, ...]) -> ShardedTensor:

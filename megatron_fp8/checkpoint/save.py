@@ -78,9 +78,6 @@ class CheckpointWriter:
         except (OSError, RuntimeError) as error:  # torch's own writer of files raises the latter
             raise CheckpointError(f"{path} cannot be written: {error}{self._space_left()}") from error
         assert request is not None
-        if self._live.device.type == "cpu":
-            # A forked process sees host memory as it is now, whatever this one does to it: that is the copy.
-            request = request._replace(preload_fn=None)
         self._queue.schedule_async_request(_with_sums(request, path))
         self._pending = _Pending(manifest, started, time.monotonic() - started)
 

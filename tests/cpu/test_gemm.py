@@ -25,7 +25,7 @@ KINDS = ["fp32", "bf16", "fp16", "e4m3 delayed", "e5m2 delayed", "e4m3 current"]
 
 
 def operand(kind: str, shape: tuple[int, ...], seed: int, **usages: bool) -> Any:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed))
     if " " not in kind:
         return x.to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind])
     dtype = tex.DType.kFloat8E4M3 if kind.startswith("e4m3") else tex.DType.kFloat8E5M2

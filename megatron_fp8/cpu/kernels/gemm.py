@@ -192,5 +192,5 @@ def _deliver(total: Tensor, dtype: torch.dtype, D: Any, quantizer: Any, fp8_oper
 
     fused = fp8_operands and isinstance(quantizer, Float8Quantizer)
     if D is None:
-        D = format_of(quantizer).empty(quantizer, total.shape, dtype, "cpu")
+        D = format_of(quantizer).empty(quantizer, total.shape, dtype, "cuda")
     return quantize(total if fused else total.to(dtype), quantizer, D)
