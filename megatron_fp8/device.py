@@ -104,8 +104,8 @@ class Device:
         return major, minor
 
     def peak_memory_bytes(self) -> int:
-        """Largest memory held since the process started (on CPUs: of the whole process), in bytes."""
-        return int(torch.cuda.max_memory_allocated())
+        """Largest memory held since the process started (on CPUs: of the whole process, in RAM), in bytes."""
+        return cpu.peak_resident_bytes() if self.emulated else int(torch.cuda.max_memory_allocated())
 
 
 def library_versions() -> dict[str, str]:
@@ -125,9 +125,9 @@ def prepare() -> Device:
     Must run before Transformer Engine or Megatron Core is imported: they look for CUDA when imported.
     """
     emulated = cpu.install()
-    if emulated:
-        return Device(torch.device("cpu"), True, "nccl", cpu.describe())
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(local_rank)
+    if emulated:
+        return Device(torch.device("cuda", local_rank), True, "nccl", cpu.describe())
     description = f"{torch.cuda.get_device_name(local_rank)}; {cpu.describe()}"
     return Device(torch.device("cuda", local_rank), False, "nccl", description)

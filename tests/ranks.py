@@ -72,7 +72,9 @@ def _rank_main(
 ) -> None:
     import torch.distributed
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+    )
     torch.distributed.init_process_group(
         "nccl",
         store=torch.distributed.FileStore(str(Path(directory) / "rendezvous"), world_size),

@@ -103,15 +103,16 @@ def batches(parts: Any) -> list[Iterator[Any]]:
     seq_length = parts.config.model.seq_length
     generator = torch.Generator().manual_seed(0)
     size = parts.config.training.global_batch_size
-    tokens = torch.randint(0, VOCAB_SIZE, (size, seq_length + 1), generator=generator)
+    device = parts.device.torch_device
+    tokens = torch.randint(0, VOCAB_SIZE, (size, seq_length + 1), generator=generator).to(device)
     # Some tokens do not count, unequally many in each sample.
-    mask = (torch.rand(size, seq_length, generator=generator) > 0.2).float()
+    mask = (torch.rand(size, seq_length, generator=generator) > 0.2).float().to(device)
     sampler = BatchSampler(parts.config.training.micro_batch_size, size, parts.groups.dp.rank(), parts.groups.dp.size())
 
     def iterate() -> Iterator[MicroBatch]:
         for indices in sampler.micro_batches(0):
             rows = tokens[list(indices)]
-            positions = torch.arange(seq_length).expand(len(indices), -1)
+            positions = torch.arange(seq_length, device=device).expand(len(indices), -1)
             yield MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), mask[list(indices)], positions)
 
     return [iterate() for _ in parts.chunks]

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_fp8.bench.work import StepSample
 from megatron_fp8.config.layout import GemmShape, derive_layout
 from megatron_fp8.config.schema import Config
-from megatron_fp8.cpu import memory
+from megatron_fp8.cpu import peak_resident_bytes
 from megatron_fp8.planner.flops import step_gemms
 
 # A short step multiplies one row of so many.
@@ -52,7 +52,7 @@ class GemmRun:
     def peak_memory_bytes(self) -> int:
         """Of the whole process on CPUs."""
         if self._device.type == "cpu":
-            return memory.max_memory_allocated()
+            return peak_resident_bytes()
         return int(torch.accelerator.max_memory_allocated())
 
     def close(self) -> None:

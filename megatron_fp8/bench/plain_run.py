@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_fp8.bench.plain_model import PlainGPT
 from megatron_fp8.bench.work import StepSample, fixed_tokens
 from megatron_fp8.config.schema import Config, OptimizerConfig
-from megatron_fp8.cpu import memory
+from megatron_fp8.cpu import peak_resident_bytes
 
 
 class PlainRun:
@@ -52,7 +52,7 @@ class PlainRun:
     def peak_memory_bytes(self) -> int:
         """On CPUs the peak of the whole process, on accelerators that of the allocator."""
         if self._device.type == "cpu":
-            return memory.max_memory_allocated()
+            return peak_resident_bytes()
         return int(torch.accelerator.max_memory_allocated())
 
     def close(self) -> None:

@@ -20,9 +20,7 @@ def stream_owner(groups: ParallelGroups) -> str:
 
 def read_streams(device: torch.device) -> dict[str, Tensor]:
     """States, uint8 on the CPU: torch's own generators and those of Megatron's tracker."""
-    states = {"host": torch.get_rng_state()}
-    if device.type != "cpu":
-        states["device"] = torch.get_device_module(device).get_rng_state()
+    states = {"host": torch.get_rng_state(), "device": torch.get_device_module(device).get_rng_state()}
     for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
         states[f"tracker.{name}"] = state
     return {name: state.cpu() for name, state in states.items()}
@@ -31,7 +29,7 @@ def read_streams(device: torch.device) -> dict[str, Tensor]:
 def write_streams(states: Mapping[str, Tensor], device: torch.device) -> None:
     """Put back what `read_streams` gave."""
     torch.set_rng_state(states["host"])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states["device"])
+    # Checkpoints of earlier versions on CPUs had one stream for both.
+    torch.get_device_module(device).set_rng_state(states.get("device", states["host"]))
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker.set_states({name: states[f"tracker.{name}"] for name in tracker.get_states()})

@@ -28,16 +28,14 @@ _STARTUP = str(Path(__file__).resolve().parent / "startup")
 
 
 def enter() -> None:
-    """Put this process, and those that it starts, on the stand-in and switch to host-and-GPU answers."""
+    """Put this process, and those that it starts, on the stand-in."""
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if _STARTUP not in folders:
         os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *filter(None, folders)])
 
     from megatron_fp8.cpu import install
-    from megatron_fp8.cpu.mode import activate
 
     install(force=True)
-    activate()
 
 
 def _fail(message: str) -> int:

@@ -7,11 +7,9 @@ device types, as there is one device. What dtype is used where is torch's CPU au
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.amp import autocast_mode
 
 
 def _host_type(device_type: Any) -> Any:
@@ -34,18 +32,6 @@ def _patch_contexts() -> None:
         original_init(self, _host_type(device_type), dtype, enabled, cache_enabled)
 
     torch.autocast.__init__ = init  # type: ignore[method-assign]
-    for name in ("custom_fwd", "custom_bwd"):
-        mapped = _mapping_device_type(getattr(autocast_mode, name))
-        setattr(autocast_mode, name, mapped)
-        setattr(torch.amp, name, mapped)
-
-
-def _mapping_device_type(decorator: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(decorator)
-    def mapped(*args: Any, device_type: str, **kwargs: Any) -> Any:
-        return decorator(*args, device_type=_host_type(device_type), **kwargs)
-
-    return mapped
 
 
 def _patch_state() -> None:

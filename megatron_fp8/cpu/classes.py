@@ -10,7 +10,18 @@ from typing import Any
 
 import torch
 
-from megatron_fp8.cpu.factories import ON_CUDA, host_device, is_cuda_device
+from megatron_fp8.cpu.factories import (
+    cuda_device,
+    default_device,
+    exchange_default_device,
+    is_cuda_device,
+    is_host_device,
+    place,
+)
+from megatron_fp8.cpu.generators import Generator
+from megatron_fp8.cpu.placement import is_on_host, put_on_host
+
+_TYPED = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 
 
 class _StandsFor(type):
@@ -47,7 +58,7 @@ def _stand_for(original: type, make: Any) -> Any:
 
 def patch_classes() -> None:
     """Replace `torch.device`, `torch.Generator` and what `with torch.device("cuda")` enters."""
-    make_device, make_generator = torch.device, torch.Generator
+    make_device = torch.device
 
     def new_device(cls: type, *args: Any, **kwargs: Any) -> torch.device:  # noqa: ARG001
         # An index alone means the accelerator, which C++ does not find here.
@@ -56,21 +67,75 @@ def patch_classes() -> None:
         return make_device(*args, **kwargs)
 
     def new_generator(cls: type, device: Any = "cpu") -> torch.Generator:  # noqa: ARG001
-        return make_generator(host_device(device))
+        if not (is_cuda_device(device) or is_host_device(device)):
+            return torch._C.Generator(device)
+        generator = Generator()
+        generator.on_gpu = is_cuda_device(device)
+        return generator
 
     _patch_default_device()
     torch.device = _stand_for(make_device, new_device)  # type: ignore[misc]
-    torch.Generator = _stand_for(make_generator, new_generator)  # type: ignore[misc]
+    torch.Generator = _stand_for(torch._C.Generator, new_generator)  # type: ignore[misc]
+    for name in _TYPED:
+        setattr(torch.cuda, f"{name}Tensor", _typed(getattr(torch, f"{name}Tensor"), on_host=False))
+        setattr(torch, f"{name}Tensor", _typed(getattr(torch, f"{name}Tensor"), on_host=True))
+    _patch_tensor_class()
+
+
+def _patch_tensor_class() -> None:
+    """`torch.Tensor(...)` makes tensors of the host."""
+    new_tensor = torch.Tensor.__new__
+
+    # Without a parameter of its own: torch's compiler compares signatures with its substitute's.
+    def new(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = new_tensor(*args, **kwargs)
+        return put_on_host(made) if args[0] is torch.Tensor and made.device.type == "cuda" else made
+
+    torch.Tensor.__new__ = staticmethod(new)  # type: ignore[method-assign,assignment]
+
+
+def _typed(original: Any, on_host: bool) -> Any:
+    """`torch.FloatTensor` and the like: the old way to make a tensor, and to ask for its type and place."""
+
+    class Typed(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, original) and is_on_host(instance) == on_host  # type: ignore[arg-type]
+
+        def __getattr__(cls, name: str) -> Any:
+            return getattr(original, name)
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ARG001
+        return place(original(*args, **kwargs), on_host)
+
+    return Typed(original.__name__, (), {"__new__": new, "__module__": "torch" if on_host else "torch.cuda"})
 
 
 def _patch_default_device() -> None:
+    """`with torch.device(...)` and `torch.set_default_device`: factories look it up; no mode is needed."""
     from torch.utils import _device
 
-    original_init = _device.DeviceContext.__init__
+    enter, leave = _device.DeviceContext.__enter__, _device.DeviceContext.__exit__
 
-    def init(self: _device.DeviceContext, device: Any) -> None:
-        original_init(self, host_device(device))
-        if is_cuda_device(device):
-            self.device = ON_CUDA
+    def is_ours(self: _device.DeviceContext) -> bool:
+        return is_cuda_device(self.device) or is_host_device(self.device)
 
-    _device.DeviceContext.__init__ = init  # type: ignore[method-assign]
+    def enter_ours(self: _device.DeviceContext) -> _device.DeviceContext:
+        if not is_ours(self):
+            enter(self)
+        self.__dict__.setdefault("before", []).append(exchange_default_device(self.device))
+        return self
+
+    def leave_ours(self: _device.DeviceContext, *exc: Any) -> None:
+        exchange_default_device(self.__dict__["before"].pop())
+        if not is_ours(self):
+            leave(self, *exc)
+
+    def get_default_device() -> torch.device:
+        device = default_device()
+        if device is None:
+            return torch.device("cpu")
+        return cuda_device() if is_cuda_device(device) and device.index is None else device
+
+    _device.DeviceContext.__enter__ = enter_ours  # type: ignore[method-assign,assignment]
+    _device.DeviceContext.__exit__ = leave_ours  # type: ignore[method-assign,assignment]
+    torch.get_default_device = get_default_device

@@ -4,18 +4,17 @@ The device answers as an H100 (`sm_90`), so that Transformer Engine and Megatron
 they choose there. A name that is not in the table raises NotImplementedError with that name when it is
 called.
 
-There is one random number generator, the CPU's, and it is also every CUDA device's: seeding, saving,
-restoring and forking CUDA states governs exactly the numbers that are drawn. (On a GPU the two are apart;
-here what is drawn for the host moves the same stream.)
+All devices of a process share one random number generator, which is not the host's (`generators`).
 """
 
 # ruff: noqa: ARG001, ARG002, ARG005  (the signatures are torch's)
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
@@ -23,7 +22,8 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
-from megatron_fp8.cpu import memory, streams
+from megatron_fp8.cpu import generators, memory, streams, transfers
+from megatron_fp8.cpu.placement import put_on_host
 
 CAPABILITY = (9, 0)
 DEVICE_NAME = "NVIDIA H100 (CPU stand-in)"
@@ -72,6 +72,17 @@ class _DeviceOf(_Device):
         super().__init__(None)
 
 
+class _DefaultGenerators(Sequence[torch.Generator]):
+    """`torch.cuda.default_generators`: of each device the same one."""
+
+    def __len__(self) -> int:
+        return device_count()
+
+    def __getitem__(self, index: Any) -> Any:
+        range(len(self))[index]
+        return generators.GPU
+
+
 class _Nvtx:
     """The profiler's range functions: there is no profiler to tell."""
 
@@ -108,6 +119,10 @@ def set_device(device: Any) -> None:
 def get_device_properties(device: Any = None) -> DeviceProperties:
     """See `DeviceProperties`."""
     return DeviceProperties(total_memory=psutil.virtual_memory().total)
+
+
+def _synchronize(device: Any = None) -> None:
+    transfers.finish_all()
 
 
 def _call_now(function: Callable[[], object], **kwargs: Any) -> None:
@@ -163,7 +178,7 @@ def _table() -> dict[str, Any]:
         "can_device_access_peer": _answer(True),
         "is_bf16_supported": _answer(True),
         "is_tf32_supported": _answer(True),
-        "synchronize": _nothing,
+        "synchronize": _synchronize,
         "empty_cache": _nothing,
         "ipc_collect": _nothing,
         "set_per_process_memory_fraction": _nothing,
@@ -180,7 +195,7 @@ def _table() -> dict[str, Any]:
         "current_stream": streams.current_stream,
         "default_stream": streams.default_stream,
         "get_stream_from_external": streams.ExternalStream,
-        "default_generators": (torch.default_generator,) * device_count(),
+        "default_generators": _DefaultGenerators(),
         **memory.FUNCTIONS,
     }
 
@@ -190,7 +205,6 @@ _KEPT_NAMES = (
     "get_rng_state get_rng_state_all set_rng_state set_rng_state_all manual_seed manual_seed_all "
     "seed seed_all initial_seed cudaStatus CudaError DeferredCudaCallError"
 )
-_TENSOR_TYPES = ["BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"]
 
 
 def _submodules() -> list[ModuleType]:
@@ -223,7 +237,31 @@ def patch_cuda() -> None:
         full_name = f"torch.cuda.{name}"
         missing = _missing_class(full_name) if isinstance(original, type) else _missing(full_name)
         _replace(name, original, missing)
-    for kind in _TENSOR_TYPES:
-        setattr(torch.cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
+    memory.patch_storages()
+    _replace("get_rng_state", torch.cuda.get_rng_state, _state_on_host(torch.cuda.get_rng_state))
+    _patch_accelerator()
     torch.cuda.nvtx._nvtx = _Nvtx()  # type: ignore[assignment]
     torch.version.cuda = CUDA_VERSION
+
+
+def _state_on_host(get_state: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(get_state)
+    def state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return put_on_host(get_state(*args, **kwargs))
+
+    return state
+
+
+def _patch_accelerator() -> None:
+    accelerator: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "device_count": device_count,
+        "current_device_index": streams.current_device,
+        "set_device_index": torch.cuda.set_device,
+        "synchronize": torch.cuda.synchronize,
+        "current_stream": streams.current_stream,
+        "set_stream": streams.set_stream,
+    }
+    for name, function in accelerator.items():
+        setattr(torch.accelerator, name, function)

@@ -7,12 +7,15 @@ know how any kernel works, and must not import Transformer Engine.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
-from megatron_fp8.cpu import enums, kernels
+from megatron_fp8.cpu import enums, kernels, memory
+from megatron_fp8.cpu.factories import enter_kernel, leave_kernel
+from megatron_fp8.cpu.placement import expect_on_gpu
 
 __all__ = ["build_extension"]
 
@@ -42,6 +45,25 @@ def _missing(qualified_name: str) -> type:
     return _Missing(qualified_name.rsplit(".", 1)[-1], (), namespace)
 
 
+def _on_gpu(name: str, kernel: Any) -> Any:
+    """A kernel runs on the GPU: it takes the GPU's tensors, and what it makes is the GPU's."""
+    if not isinstance(kernel, FunctionType):
+        return kernel
+
+    @functools.wraps(kernel)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        expect_on_gpu(f"{enums.EXTENSION_NAME}.{name}", *args, *kwargs.values())
+        before = enter_kernel()
+        try:
+            if memory.COUNTER.is_on:
+                return memory.COUNTER.kernel(functools.partial(kernel, *args, **kwargs))
+            return kernel(*args, **kwargs)
+        finally:
+            leave_kernel(before)
+
+    return call
+
+
 def build_extension() -> ModuleType:
     """A new module with TE's enums and every kernel of `megatron_fp8.cpu.kernels`.
 
@@ -67,6 +89,6 @@ def build_extension() -> ModuleType:
         for name in getattr(theme, "__all__", ()):
             if name in vars(extension):
                 raise ValueError(f"{name} is given twice, the second time by {file.name}")
-            setattr(extension, name, getattr(theme, name))
+            setattr(extension, name, _on_gpu(name, getattr(theme, name)))
     extension.__getattr__ = look_up  # type: ignore[method-assign]
     return extension

@@ -1,37 +1,89 @@
-"""Maps device "cuda" to the CPU in torch's tensor factories and in the methods of `torch.Tensor`.
+"""Where new tensors are put: torch's factories, on the host or on the emulated GPU.
 
-Every function of torch that takes a `device` and that Megatron Core, Transformer Engine or a GPU program
-calls is replaced by one that maps a CUDA device (a string, an index, a `torch.device`) to the CPU and
-otherwise calls the original. There is no mode on the dispatch path: operations on tensors cost what they cost
-without the stand-in.
-
-A tensor on the CPU answers as a tensor on the GPU where programs ask in order to choose a path (`is_cuda`,
-`type()`, `get_device()`). Its `device` stays the truth, `cpu`: torch itself steers by it.
+Every function of torch that takes a `device` and that Megatron Core, Transformer Engine or a GPU program calls is
+replaced by one that makes the tensor in RAM and says whose it is. Must not know how tensors move (`moves`).
 """
 
-# ruff: noqa: ARG001  (the signatures are torch's)
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import _len_torch_function_stack
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-# What CUDA devices are mapped to. Known by identity: it says that the program asked for a GPU (see `mode`).
-ON_CUDA = torch.device("cpu")
+from megatron_fp8.cpu import generators, memory, streams, transfers
+from megatron_fp8.cpu.placement import (
+    HostParameter,
+    HostTensor,
+    is_on_host,
+    put,
+    put_on_gpu,
+    put_on_host,
+    real_device,
+)
 
 # Functions of `torch` that take `device` as a keyword only.
 _FACTORY_NAMES = (
-    "arange asarray as_tensor bartlett_window blackman_window empty empty_like empty_permuted "
-    "empty_strided eye full full_like hamming_window hann_window kaiser_window linspace logspace ones "
-    "ones_like rand rand_like randint randint_like randn randn_like randperm range scalar_tensor "
+    "arange asarray as_tensor bartlett_window blackman_window empty empty_permuted empty_strided eye full "
+    "hamming_window hann_window kaiser_window linspace logspace ones rand randint randn randperm range scalar_tensor "
     "sparse_bsc_tensor sparse_bsr_tensor sparse_compressed_tensor sparse_coo_tensor sparse_csc_tensor "
-    "sparse_csr_tensor tensor tril_indices triu_indices zeros zeros_like "
+    "sparse_csr_tensor tensor tril_indices triu_indices zeros "
 )
-_TENSOR_FACTORIES = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"]
-# Factories that may return memory of their argument: on a GPU the result is always a copy of host memory.
-_ALIASING_FACTORIES = frozenset({"asarray", "as_tensor"})
+_LIKE_NAMES = "empty_like full_like ones_like rand_like randint_like randn_like zeros_like"
+_METHOD_NAMES = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros"
+_DRAW_LIKE = frozenset({"rand_like", "randn_like", "randint_like"})
+_DRAWS = frozenset({"rand", "randn", "randint", "randperm"})
+# May return memory of their argument: on a GPU the result is always a copy of host memory.
+_FROM_DATA = frozenset({"asarray", "as_tensor", "tensor"})
+_HOST = torch.device("cpu")
+_GPU = torch.device("cuda")
+
+
+class _Default(threading.local):
+    """The device of factories that are given none, as `torch.set_default_device` sets it; None: the host. In a kernel it
+    is the GPU."""
+
+    device: torch.device | None = None
+    in_kernel: bool = False
+
+
+_default = _Default()
+
+
+def default_device() -> torch.device | None:
+    """The device of factories that are given none, if one was set."""
+    if _default.in_kernel:
+        return _GPU
+    # `with torch.device(...)` puts its mode there without a call that could be replaced.
+    if _len_torch_function_stack():
+        for mode in reversed(_get_current_function_mode_stack()):
+            if isinstance(mode, DeviceContext):
+                return mode.device
+    return _default.device
+
+
+def enter_kernel() -> bool:
+    """From now on factories make GPU tensors; returns what `leave_kernel` needs."""
+    before = _default.in_kernel
+    _default.in_kernel = True
+    return before
+
+
+def leave_kernel(before: bool) -> None:
+    """As before `enter_kernel`."""
+    _default.in_kernel = before
+
+
+def exchange_default_device(device: torch.device | None) -> torch.device | None:
+    """Set the device of factories that are given none; returns the one before."""
+    before = _default.device
+    _default.device = device
+    return before
 
 
 def is_cuda_device(device: Any) -> bool:
@@ -43,25 +95,100 @@ def is_cuda_device(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-def host_device(device: Any) -> Any:
-    """The device on which the stand-in computes what the program asked for on `device`."""
-    return ON_CUDA if is_cuda_device(device) else device
+def is_host_device(device: Any) -> bool:
+    """Whether `device` names the host."""
+    return device == "cpu" if isinstance(device, str) else isinstance(device, torch.device) and device.type == "cpu"
 
 
-def _mapping_device(function: Callable[..., Any], aliasing: bool = False) -> Callable[..., Any]:
+def cuda_device() -> torch.device:
+    """The emulated GPU of this process."""
+    return torch.device("cuda", streams.current_device())
+
+
+def place(tensor: torch.Tensor, on_host: bool, pin_memory: bool = False) -> torch.Tensor:
+    """Say whose a new tensor is; with `pin_memory` it must be the host's."""
+    if pin_memory:
+        if not on_host:
+            raise RuntimeError("Only dense CPU tensors can be pinned")
+        transfers.pin(tensor)
+    if on_host:
+        return put_on_host(tensor)
+    if memory.COUNTER.is_on:
+        memory.COUNTER.add(tensor)
+    return put_on_gpu(tensor)
+
+
+def _factory(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    draws, from_data = name in _DRAWS, name in _FROM_DATA
+
     @functools.wraps(function)
     def factory(*args: Any, **kwargs: Any) -> Any:
-        # Pinned memory exists to be copied to a GPU.
-        if "pin_memory" in kwargs:
-            kwargs["pin_memory"] = False
+        out = kwargs.get("out")
+        if out is not None:
+            call = generators.call_on_host if is_on_host(out) else generators.call_on_gpu
+            return call(name, function, args, kwargs)
+        data = args[0] if from_data and args else None
+        if isinstance(data, torch.Tensor):
+            return _from_tensor(name, function, *args, **kwargs)
         device = kwargs.get("device")
-        if device is None or device is ON_CUDA or not is_cuda_device(device):
-            return function(*args, **kwargs)
-        kwargs["device"] = ON_CUDA
+        if device is None:
+            device = default_device()
+        on_gpu = is_cuda_device(device)
+        if not on_gpu and device is not None and not is_host_device(device):
+            return function(*args, **kwargs, **({} if "device" in kwargs else {"device": device}))
+        pin_memory = kwargs.pop("pin_memory", False)
+        if device is not None:
+            kwargs["device"] = _HOST
+        if draws:
+            generators.expect_generator(kwargs.get("generator"), not on_gpu)
+            if not on_gpu and kwargs.get("generator") is None:
+                kwargs["generator"] = generators.HOST
         result = function(*args, **kwargs)
-        if aliasing and args and not isinstance(args[0], torch.Tensor):
-            return result.clone()
-        return result
+        if on_gpu and from_data and name != "tensor":
+            result = result.clone()
+        return place(result, not on_gpu, pin_memory)
+
+    return factory
+
+
+def _from_tensor(name: str, function: Callable[..., Any], data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`torch.tensor`, `as_tensor` and `asarray` of a tensor: on its device if none is named."""
+    device = kwargs.pop("device", None)
+    device = default_device() if device is None and name != "tensor" else device
+    on_host = is_on_host(data)
+    if device is None or not (is_cuda_device(device) or is_host_device(device)):
+        made = function(data, *args, **kwargs, **({} if device is None else {"device": device}))
+    elif is_host_device(device) == on_host:
+        made = function(data, *args, **kwargs)
+    else:
+        made = function(data.to(device), *args, **kwargs)
+        on_host = not on_host
+    return made if made is data or real_device(made).type != "cpu" else put(made, on_host)
+
+
+def _like(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A factory whose first argument says where, if no device is named."""
+
+    @functools.wraps(function)
+    def factory(like: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        pin_memory = kwargs.pop("pin_memory", False)
+        on_host = is_on_host(like)
+        if device is not None:
+            if not (is_cuda_device(device) or is_host_device(device)):
+                return function(like, *args, **kwargs)
+            wanted = is_host_device(device)
+            if wanted == on_host or type(like) in (torch.Tensor, torch.nn.Parameter, HostTensor, HostParameter):
+                # Quantised tensors make their own, and are told where.
+                kwargs["device"] = _HOST if real_device(like).type != "cpu" else None
+            on_host = wanted
+        if name in _DRAW_LIKE and on_host != is_on_host(like):
+            call = generators.call_on_host if on_host else generators.call_on_gpu
+            with torch._C.DisableTorchFunctionSubclass():
+                result = call(name, function, (like, *args), kwargs)
+        else:
+            result = function(like, *args, **kwargs)
+        return place(result, on_host, pin_memory) if real_device(result).type == "cpu" else result
 
     return factory
 
@@ -73,117 +200,58 @@ def _patch_factories() -> None:
     from torch.utils._device import _device_constructors
 
     _device_constructors()
-    for name in _FACTORY_NAMES.split():
-        original = getattr(torch, name)
-        factory = _mapping_device(original, name in _ALIASING_FACTORIES)
-        setattr(torch, name, factory)
-        script_name = _builtins._find_builtin(original)
-        if script_name is not None:
-            _builtins._register_builtin(factory, script_name)
-    for name in _TENSOR_FACTORIES:
-        setattr(torch.Tensor, name, _mapping_device(getattr(torch.Tensor, name)))
-    # Quantized tensors of Transformer Engine are wrapper subclasses made "on cuda".
-    torch.Tensor._make_wrapper_subclass = staticmethod(  # type: ignore[method-assign]
-        _mapping_device(torch.Tensor._make_wrapper_subclass)
-    )
+    for names, make in ((_FACTORY_NAMES, _factory), (_LIKE_NAMES, _like)):
+        for name in names.split():
+            original = getattr(torch, name)
+            factory = make(name, original)
+            setattr(torch, name, factory)
+            script_name = _builtins._find_builtin(original)
+            if script_name is not None:
+                _builtins._register_builtin(factory, script_name)
+    for name in _METHOD_NAMES.split():
+        setattr(torch.Tensor, name, _like(name, getattr(torch.Tensor, name)))
+    for name in ("fftfreq", "rfftfreq"):
+        setattr(torch.fft, name, _factory(name, getattr(torch.fft, name)))
 
 
-def _patch_moves() -> None:
-    original_to = torch.Tensor.to
-    host = torch.device("cpu")
-    original_type = torch.Tensor.type
+def _on_host(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(function)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return put_on_host(function(*args, **kwargs))
 
-    @functools.wraps(original_to)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        device = args[0] if args else kwargs.get("device")
-        if type(device) is torch.dtype:
-            return original_to(self, *args, **kwargs)
-        if is_cuda_device(device):
-            if args:
-                args = (ON_CUDA, *args[1:])
-            else:
-                kwargs["device"] = ON_CUDA
-        elif device == "cpu" and isinstance(device, str) and len(args) < 4:
-            # From a GPU this is a copy, and programs (checkpoint writers) rely on that.
-            kwargs.setdefault("copy", True)
-        return original_to(self, *args, **kwargs)
-
-    @functools.wraps(torch.Tensor.cuda)
-    def cuda(
-        self: torch.Tensor,
-        device: Any = None,
-        non_blocking: bool = False,
-        memory_format: torch.memory_format = torch.preserve_format,
-    ) -> torch.Tensor:
-        return original_to(self, ON_CUDA, non_blocking=non_blocking, memory_format=memory_format)
-
-    @functools.wraps(torch.Tensor.cpu)
-    def cpu(self: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-        return original_to(self, host, copy=True, memory_format=memory_format)
-
-    @functools.wraps(original_type)
-    def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        if dtype is None:
-            # A mode may hand the question back to this function: its answer must not be changed twice.
-            name = original_type(self).replace("torch.cuda.", "torch.", 1)
-            return name.replace("torch.", "torch.cuda.", 1) if self.is_cuda else name
-        if isinstance(dtype, str):
-            dtype = dtype.replace("torch.cuda.", "torch.", 1)
-        return original_type(self, dtype, non_blocking, **kwargs)
-
-    original_module_to = torch.nn.Module.to
-
-    @functools.wraps(original_module_to)
-    def module_to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        # A device index is understood by C++ only where there is an accelerator.
-        if args and is_cuda_device(args[0]):
-            args = (ON_CUDA, *args[1:])
-        elif is_cuda_device(kwargs.get("device")):
-            kwargs["device"] = ON_CUDA
-        return original_module_to(self, *args, **kwargs)
-
-    torch.nn.Module.to = module_to  # type: ignore[method-assign,assignment]
-    for name, method in {"to": to, "cuda": cuda, "cpu": cpu, "type": type_}.items():
-        setattr(torch.Tensor, name, method)
+    return make
 
 
-def _patch_questions(current_device: Callable[[], int]) -> None:
-    def is_cuda(self: torch.Tensor) -> bool:
-        return self.device.type == "cpu"
+def _patch_classes_of_tensors() -> None:
+    """Tensors that are made by naming a class."""
+    make_wrapper = torch.Tensor._make_wrapper_subclass
+    new_parameter = torch.nn.Parameter.__new__
 
-    def get_device(self: torch.Tensor) -> int:
-        return current_device() if self.is_cuda else -1
+    # Quantised tensors of Transformer Engine.
+    def wrapper(cls: type, size: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        kwargs.pop("pin_memory", None)
+        if not is_cuda_device(device):
+            made = make_wrapper(cls, size, *args, **kwargs)
+            return put_on_host(made) if device is None or is_host_device(device) else made
+        kwargs["device"] = _HOST
+        return make_wrapper(cls, size, *args, **kwargs)
 
-    def record_stream(self: torch.Tensor, stream: Any) -> None:
-        """Nothing runs behind the program's back here, so no memory can be reused too early."""
+    def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        data = torch.empty(0) if data is None else data
+        if cls is torch.nn.Parameter and isinstance(data, HostTensor):
+            cls = HostParameter
+        if issubclass(cls, HostParameter):
+            return torch.Tensor._make_subclass(cls, data, requires_grad)
+        return new_parameter(cls, data, requires_grad)
 
-    def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-        return self
-
-    torch.Tensor.is_cuda = property(is_cuda)  # type: ignore[assignment]
-    torch.Tensor.get_device = get_device  # type: ignore[assignment]
-    torch.Tensor.record_stream = record_stream  # type: ignore[assignment]
-    torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment]
-
-
-def _patch_load() -> None:
-    original_load = torch.load
-
-    @functools.wraps(original_load)
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if map_location is None or is_cuda_device(map_location):
-            # A file that was written on a GPU says so; there is only the CPU to put it.
-            map_location = ON_CUDA
-        elif isinstance(map_location, dict):
-            map_location = {key: "cpu" if is_cuda_device(value) else value for key, value in map_location.items()}
-        return original_load(f, map_location, *args, **kwargs)
-
-    torch.load = load
+    torch.Tensor._make_wrapper_subclass = staticmethod(wrapper)  # type: ignore[method-assign,assignment]
+    torch.nn.Parameter.__new__ = staticmethod(parameter)  # type: ignore[method-assign,assignment]
 
 
-def patch_factories(current_device: Callable[[], int]) -> None:
-    """Replace the factories and methods. `current_device()` answers `Tensor.get_device()`."""
+def patch_factories() -> None:
+    """Replace the factories of `torch` and of `torch.Tensor`."""
     _patch_factories()
-    _patch_moves()
-    _patch_questions(current_device)
-    _patch_load()
+    _patch_classes_of_tensors()
+    for name in ("from_numpy", "frombuffer", "from_file"):
+        setattr(torch, name, _on_host(getattr(torch, name)))

@@ -1,39 +1,143 @@
-"""Memory figures of `torch.cuda`, taken from the process itself: resident size and its peak, in bytes.
+"""Memory figures of `torch.cuda`: the bytes of the emulated GPU's tensors.
 
-The allocator of a CPU does not count per tensor, so "allocated" and "reserved" are both what the process
-holds in RAM (code and libraries included). The peak is the kernel's own high-water mark since the start or
-the last reset.
+Every storage counts once, rounded up to 512 bytes as CUDA's caching allocator does, from when it is made to when its
+last tensor goes. Counting takes a dispatch mode, which sees what operations make, in autograd's backward too; it costs
+several microseconds for each operation, so it begins with the first question (or `reset_peak_memory_stats`), with
+the tensors that there are then. Peaks are those since then. Temporaries inside a kernel of Transformer Engine do not
+count. Memory is counted for operations of the thread that asked first, and for factories and moves in all.
 """
 
 # ruff: noqa: ARG001  (the signatures are torch's)
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import psutil
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"  # see clear_refs in proc(5)
+from megatron_fp8.cpu.placement import is_on_host, parts_of, real_device, tensors_in
+
+_ROUNDED_TO = 512
+_TENSOR_BASE = torch._C.TensorBase
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Wrapped for the compiler, which is off, each call would take longer.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        # Factories and moves say themselves where they put what they make.
+        given = next(tensors_in(args), None)
+        if self._counter.is_on and given is not None and not is_on_host(given):
+            for tensor in tensors_in((result,)):
+                self._counter.add(tensor)
+        return result
+
+
+class Counter:
+    """Counts the storages of GPU tensors."""
+
+    def __init__(self) -> None:
+        # Off before the first question, and while a kernel runs.
+        self.is_on = False
+        self._started = False
+        self.current = 0
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def start(self) -> None:
+        """Count what there is, and from now on what is made."""
+        if self._started:
+            return
+        self.is_on = self._started = True
+        for found in gc.get_objects():
+            if issubclass(type(found), torch.Tensor) and not is_on_host(found):
+                self.add(found)
+        _Mode(self).__enter__()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the block nothing that is made counts."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+    def kernel(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns counts, but not what it makes on the way: on a GPU it is one kernel."""
+        with self.paused():
+            result = call()
+        self._add_all(result)
+        return result
+
+    def _add_all(self, value: Any) -> None:
+        value = parts_of(value) or value
+        if isinstance(value, (list, tuple)):
+            for each in value:
+                self._add_all(each)
+        elif isinstance(value, torch.Tensor):
+            self.add(value)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count the storage of a GPU tensor, if it is a new one."""
+        if real_device(tensor).type != "cpu" or tensor.layout is not torch.strided or hasattr(tensor, "_quantizer"):
+            return
+        storage = _TENSOR_BASE.untyped_storage(tensor)
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        size = -(-storage.nbytes() // _ROUNDED_TO) * _ROUNDED_TO
+        self._sizes[key] = size
+        self._alive[key] = weakref.ref(storage, lambda _: self._remove(key))
+        self.current += size
+        self.peak = max(self.peak, self.current)
+
+    def _remove(self, key: int) -> None:
+        del self._alive[key]
+        self.current -= self._sizes.pop(key)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count the new size of a storage that is counted."""
+        if storage._cdata in self._sizes:
+            size = -(-storage.nbytes() // _ROUNDED_TO) * _ROUNDED_TO
+            self.current += size - self._sizes[storage._cdata]
+            self._sizes[storage._cdata] = size
+            self.peak = max(self.peak, self.current)
+
+
+COUNTER = Counter()
 
 
 def memory_allocated(device: Any = None) -> int:
-    """Resident bytes of this process."""
-    return psutil.Process().memory_info().rss
+    """Bytes of the GPU's tensors."""
+    COUNTER.start()
+    return COUNTER.current
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """Peak resident bytes of this process since its start or `reset_peak_memory_stats`."""
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return max(int(line.split()[1]) * 1024, memory_allocated())
-    raise NotImplementedError(f"torch.cuda.max_memory_allocated: {_STATUS} has no VmHWM on this system")
+    """Most bytes of the GPU's tensors at a time, since the first question or `reset_peak_memory_stats`."""
+    COUNTER.start()
+    return COUNTER.peak
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    """Start the peak anew from the present resident size."""
-    _CLEAR_REFS.write_text(_RESET_PEAK)
+    """Start the peak anew from the present size."""
+    COUNTER.start()
+    COUNTER.peak = COUNTER.current
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
@@ -44,17 +148,38 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 
 def memory_stats(device: Any = None) -> dict[str, int]:
     """The figures of `torch.cuda.memory_stats` that have a meaning here; asking for others is a KeyError."""
-    current, peak = memory_allocated(), max_memory_allocated()
+    COUNTER.start()
     stats = {"num_alloc_retries": 0, "num_ooms": 0}
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes"):
-        stats[f"{kind}.all.current"] = current
-        stats[f"{kind}.all.peak"] = peak
+        stats[f"{kind}.all.current"] = COUNTER.current
+        stats[f"{kind}.all.peak"] = COUNTER.peak
     return stats
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
     """One line for a log."""
-    return f"CPU stand-in: {memory_allocated() / 2**20:.0f} MiB resident, peak {max_memory_allocated() / 2**20:.0f} MiB"
+    return f"CPU stand-in: {memory_allocated() / 2**20:.0f} MiB allocated, peak {COUNTER.peak / 2**20:.0f} MiB"
+
+
+def patch_storages() -> None:
+    """Make storages that are asked for on a GPU, and follow those that change their size."""
+    new = torch.UntypedStorage.__new__
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        result: torch.UntypedStorage = resize(self, size)
+        if COUNTER.is_on:
+            COUNTER.resized(self)
+        return result
+
+    def new_(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> torch.UntypedStorage:
+        if device is not None and torch.device(device).type != "cuda":
+            kwargs["device"] = device
+        made: torch.UntypedStorage = new(cls, *args, **kwargs)
+        return made
+
+    torch.UntypedStorage.__new__ = staticmethod(new_)  # type: ignore[method-assign,assignment]
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
 
 
 FUNCTIONS = {

@@ -1,27 +1,67 @@
-"""Owns where a tensor lives: on the host or on the emulated GPU, and what is said when the two meet.
+"""Owns where a tensor lives: on the host or on the emulated GPU, and what is said where the two must not meet.
 
 Both lie in the same RAM, so the class of a tensor tells them apart: the host's are `HostTensor`s, all others are the
-GPU's. Torch calls `HostTensor.__torch_function__` for each operation that is given one, and nothing for operations
-between GPU tensors, which therefore cost what they cost without the stand-in, in every thread and in autograd's
-backward. Must not know which operations CUDA lets take both (`mixing`), nor where tensors are made (`factories`).
+GPU's. Must not know what operations do with the two (`operations`), nor where tensors are made (`factories`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 _ON_HOST = "_on_host"
+_HOST = torch.device("cpu")
+real_device: Callable[[torch.Tensor], torch.device] = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
 
 
 class HostTensor(torch.Tensor):
     """A tensor in host memory, pinned or not."""
 
+    device = property(lambda self: _HOST)  # type: ignore[assignment]  # noqa: ARG005
+    is_cuda = property(lambda self: False)  # type: ignore[assignment]  # noqa: ARG005
+    is_cpu = property(lambda self: True)  # type: ignore[assignment]  # noqa: ARG005
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # As torch's own class: a file says nothing of this one.
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._reduce_ex_internal(protocol)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) in memo:
+            found: torch.Tensor = memo[id(self)]
+            return found
+        put_on_gpu(self)
+        try:
+            copy = torch.Tensor.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
+        finally:
+            put_on_host(self)
+        return put_on_host(copy)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        # Torch's text begins with the name of a subclass, and names the device of all that is not the host's.
+        put_on_gpu(self)
+        try:
+            text: str = torch._tensor_str._str(self, tensor_contents=tensor_contents)
+        finally:
+            put_on_host(self)
+        return re.sub(r", device='cuda:\d+'", "", text)
+
 
 class HostParameter(HostTensor, torch.nn.Parameter):
     """A parameter in host memory."""
+
+    __deepcopy__ = torch.nn.Parameter.__deepcopy__  # type: ignore[assignment]
+    __reduce_ex__ = torch.nn.Parameter.__reduce_ex__  # type: ignore[assignment]
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> HostParameter:
+        made: HostParameter = torch.Tensor._make_subclass(cls, torch.empty(0) if data is None else data, requires_grad)
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return "Parameter containing:\n" + HostTensor.__repr__(self, tensor_contents=tensor_contents)
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
@@ -54,6 +94,11 @@ def put_on_gpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def put(tensor: torch.Tensor, on_host: bool) -> torch.Tensor:
+    """`put_on_host` or `put_on_gpu`."""
+    return put_on_host(tensor) if on_host else put_on_gpu(tensor)
+
+
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
     """The tensors among `values` and in the lists and tuples among them."""
     for value in values:
@@ -61,6 +106,15 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_in(value)
+
+
+def parts_of(value: Any) -> list[Any]:
+    """What a quantised tensor or a quantizer of Transformer Engine consists of, as far as that is in memory."""
+    if hasattr(value, "_quantizer"):
+        return [getattr(value, name, None) for name, _ in value._INNER_TENSORS]
+    if hasattr(value, "rowwise_usage"):
+        return [getattr(value, name, None) for name in ("scale", "amax")]
+    return []
 
 
 def two_devices(operation: str, index: int = 0) -> RuntimeError:
@@ -72,7 +126,13 @@ def two_devices(operation: str, index: int = 0) -> RuntimeError:
 
 
 def expect_on_gpu(operation: str, *values: Any) -> None:
-    """Raise CUDA's error where one of the tensors in `values` (nested lists and tuples too) is the host's."""
-    for tensor in tensors_in(values):
-        if is_on_host(tensor):
-            raise two_devices(operation)
+    """Raise CUDA's error where one of the tensors in `values` is the host's: in nested lists and tuples too, and among
+    what Transformer Engine's quantised tensors are made of."""
+    for position, value in enumerate(values):
+        if isinstance(value, (torch.Tensor, list, tuple)):
+            for tensor in tensors_in((value,)):
+                if is_on_host(tensor):
+                    raise two_devices(f"argument {position} of {operation}")
+        parts = parts_of(value)
+        if parts:
+            expect_on_gpu(f"argument {position} of {operation}", *parts)

@@ -2,7 +2,7 @@
 
 With nothing asynchronous, waiting is always done already. What a program can observe keeps its meaning: the
 current stream nests and is per thread, an event's times are measured, an event that was not recorded has no
-time.
+time, and a program that reads the result of a copy before it waited for it is told so (`transfers`).
 """
 
 # ruff: noqa: ARG002  (the signatures are torch's)
@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
+
+from megatron_fp8.cpu import transfers
 
 _handles = itertools.count(1)
 
@@ -39,19 +41,23 @@ class Stream:
         return 0, -5
 
     def query(self) -> bool:
+        self.synchronize()
         return True
 
     def is_capturing(self) -> bool:
         return False
 
     def synchronize(self) -> None:
-        """Work is done when the call that started it returns."""
+        """Work is done when the call that started it returns; the host now knows."""
+        transfers.finish(transfers.on_stream(self))
 
     def wait_event(self, event: Event) -> None:
-        """See `synchronize`."""
+        """What comes after it on this stream comes after `event`, too."""
+        transfers.follow(event.behind, self)
 
     def wait_stream(self, stream: Stream) -> None:
-        """See `synchronize`."""
+        """See `wait_event`."""
+        transfers.follow(transfers.on_stream(stream), self)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = Event() if event is None else event
@@ -101,18 +107,24 @@ class Event:
         self.enable_timing = enable_timing
         self.cuda_event = next(_handles)
         self.recorded_ns: int | None = None
+        # The copies that are done when this event is.
+        self.behind: tuple[Any, ...] = ()
 
     def record(self, stream: Stream | None = None) -> None:
         self.recorded_ns = time.perf_counter_ns()
+        self.behind = transfers.on_stream(current_stream() if stream is None else stream)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Work is done when the call that started it returns."""
+        """Make `stream` wait."""
+        (current_stream() if stream is None else stream).wait_event(self)
 
     def query(self) -> bool:
+        self.synchronize()
         return True
 
     def synchronize(self) -> None:
-        """See `wait`."""
+        """Work is done when the call that started it returns; the host now knows."""
+        transfers.finish(self.behind)
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds from this event to `end_event`. ValueError when either has no time."""

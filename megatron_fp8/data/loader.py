@@ -197,9 +197,7 @@ class BatchLoader:
 
     def _to_device(self, lengths: list[Tensor]) -> Sequence[Tensor]:
         """The same on the device, by one copy that nobody waits for."""
-        joined = torch.cat(lengths)
-        if self._device.type != "cpu":
-            joined = joined.pin_memory()
+        joined = torch.cat(lengths).pin_memory()
         return joined.to(self._device, non_blocking=True).split([len(each) for each in lengths])
 
     def _absent(self) -> list[MicroBatch]:

@@ -108,8 +108,8 @@ class PrecisionManager:
         """This rank's scaling state as copies by name; the union over all ranks is the job's."""
         if self._recipe is None:
             return {}
-        saved = capture(self.scaling_states(), self._units, self._owner)
-        return {**saved, "num_updates": torch.tensor(self._scales.num_updates)}
+        saved = capture(self.scaling_states(), self._units, self._owner, self.device)
+        return {**saved, "num_updates": torch.tensor(self._scales.num_updates, device=self.device)}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> list[str]:
         """Take over the state of a job in any layout, the union of its ranks' `state_dict`s.

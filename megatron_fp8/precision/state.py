@@ -62,17 +62,19 @@ def scaling_states(module: nn.Module, prefix: str = "") -> Iterator[ScalingState
                 yield ScalingState(f"{prefix}{name}.{direction}", state.scale, state.amax_history)
 
 
-def capture(states: Iterable[ScalingState], units: ScaleUnits, owner: str | None) -> dict[str, Tensor]:
-    """Copies of the states by name, for `torch.save` or any other format of named tensors.
+def capture(
+    states: Iterable[ScalingState], units: ScaleUnits, owner: str | None, device: torch.device
+) -> dict[str, Tensor]:
+    """Copies of the states by name, for `torch.save` or any other format of named tensors, all on `device`.
 
     `owner`: this rank's name where its state differs from other ranks' (no amax reduction), else None. The union of
     all ranks' results describes the whole job.
     """
     suffix = "" if owner is None else f"{_OWNER}{owner}"
     saved = {
-        "units.fp8_max_fwd": torch.tensor(units.fp8_max_fwd),
-        "units.fp8_max_bwd": torch.tensor(units.fp8_max_bwd),
-        "units.margin": torch.tensor(units.margin),
+        "units.fp8_max_fwd": torch.tensor(units.fp8_max_fwd, device=device),
+        "units.fp8_max_bwd": torch.tensor(units.fp8_max_bwd, device=device),
+        "units.margin": torch.tensor(units.margin, device=device),
     }
     for state in states:
         saved[f"{state.name}.scale{suffix}"] = state.scale.clone()

@@ -13,7 +13,7 @@ def quantized_bytes(x: torch.Tensor, scale: float, fp8: torch.dtype) -> np.ndarr
     """Bytes of `x * scale`, multiplied in FP32, clamped to the largest finite value and rounded to nearest even."""
     reference, limit = FORMATS[fp8]
     with np.errstate(over="ignore", invalid="ignore"):
-        scaled = x.float().numpy() * np.float32(scale)
+        scaled = x.float().cpu().numpy() * np.float32(scale)
     return np.clip(scaled, -limit, limit).astype(reference).view(np.uint8)
 
 
@@ -25,4 +25,4 @@ def values(data: np.ndarray, fp8: torch.dtype) -> np.ndarray:
 def rounded(x: torch.Tensor, scale: float, fp8: torch.dtype) -> torch.Tensor:
     """Float64 values of `x` after quantisation with `scale`, dequantised with FP32's reciprocal of it."""
     scale_inv = np.float64(np.float32(1) / np.float32(scale))
-    return torch.from_numpy(values(quantized_bytes(x, scale, fp8), fp8) * scale_inv)
+    return torch.from_numpy(values(quantized_bytes(x, scale, fp8), fp8) * scale_inv).cuda()

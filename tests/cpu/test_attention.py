@@ -102,9 +102,9 @@ def run(data: Sequences, mask: str, window: tuple[int, int], **options: Any) -> 
         "window_size": window,
         "dropout": options.get("dropout", 0.0),
     }
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator("cuda").manual_seed(11)
     out, aux = fused_attn.fused_attn_fwd(True, *lengths, q, k, v, q.dtype, BACKEND, rng_gen=generator, **common)
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+    grad = torch.randn(out.shape, generator=torch.Generator("cuda").manual_seed(3)).to(out.dtype)
     grads = fused_attn.fused_attn_bwd(
         *lengths, q, k, v, out, grad, q.dtype, aux, BACKEND, do_format=data.format, dqkv_layout=data.layout, **common
     )

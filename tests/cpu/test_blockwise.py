@@ -30,7 +30,7 @@ SHAPES = [(128, 256), (2, 64, 128), (130, 200)]
 
 
 def sample(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator("cuda").manual_seed(5)
     # Magnitudes differ from block to block.
     return (torch.randn(*shape, generator=generator) * torch.logspace(-4, 4, shape[-1])).to(dtype)
 
@@ -49,7 +49,7 @@ def power_of_two_above(x: np.float32) -> float:
 
 def reference(x: torch.Tensor, tile: tuple[int, int], fp8: Any, scale_of: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Numbers `[m, k]` in float64 and inverse scales by tile, one tile after the other."""
-    matrix = x.float().reshape(-1, x.shape[-1]).numpy()
+    matrix = x.float().reshape(-1, x.shape[-1]).cpu().numpy()
     tiles = [math.ceil(size / length) for size, length in zip(matrix.shape, tile, strict=True)]
     numbers, inverse = np.zeros(matrix.shape), np.zeros(tiles, dtype=np.float32)
     for i in range(tiles[0]):
@@ -59,7 +59,7 @@ def reference(x: torch.Tensor, tile: tuple[int, int], fp8: Any, scale_of: Any) -
             bytes_ = np.clip(matrix[place] * scale, -LIMIT[fp8], LIMIT[fp8]).astype(NUMPY[fp8])
             inverse[i, j] = np.float32(1) / scale
             numbers[place] = bytes_.astype(np.float64) * inverse[i, j]
-    return torch.from_numpy(numbers), torch.from_numpy(inverse)
+    return torch.from_numpy(numbers).cuda(), torch.from_numpy(inverse).cuda()
 
 
 def assert_values(storage: Any, columnwise: bool, expected: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ def _fresh_fp8_state() -> Iterator[None]:
 
 
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed)).to(dtype)
 
 
 def module(kind: str, dtype: torch.dtype, **options: Any) -> Any:

@@ -34,7 +34,7 @@ PAIRS = {
 
 
 def operand(kind: str, shape: tuple[int, ...], seed: int, **usages: bool) -> Any:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed))
     if " " not in kind:
         return x.to({"fp32": FP32, "bf16": BF16, "fp16": FP16, "fp64": torch.float64, "int8": torch.int8}[kind])
     dtype = tex.DType.kFloat8E4M3 if kind.startswith("e4m3") else tex.DType.kFloat8E5M2

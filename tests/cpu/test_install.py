@@ -64,7 +64,7 @@ def test_nothing_is_patched_where_cuda_is_unless_forced() -> None:
         assert all(getattr(torch, name) is value for name, value in before.items())
         assert "transformer_engine_torch" not in sys.modules and "triton" not in sys.modules
         assert install(force=True) is True and installed()
-        assert torch.zeros(1, device="cuda").device.type == "cpu"
+        assert torch.zeros(1, device="cuda").device.type == "cuda"
     """)
 
 

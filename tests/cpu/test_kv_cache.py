@@ -44,7 +44,7 @@ def layers(dtype: torch.dtype, qkv_format: str) -> torch.nn.ModuleList:
 def test_a_cached_pass_is_the_end_of_a_whole_one(qkv_format: str, paged: bool, dtype: torch.dtype) -> None:
     model, batch_axis = layers(dtype, qkv_format), qkv_format.index("b")
     rope = RotaryPositionEmbedding(SIZE)(LONGEST)
-    inputs = torch.randn(4, LONGEST, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+    inputs = torch.randn(4, LONGEST, HIDDEN, generator=torch.Generator("cuda").manual_seed(1)).to(dtype)
     pages = {"is_paged": True, "page_size": 4, "total_num_pages": 3 * LONGEST // 4} if paged else {}
     cache = InferenceParams(3, LONGEST, GROUPS, SIZE, dtype, qkv_format=qkv_format, **pages)
     lengths = dict.fromkeys(range(4), 0)

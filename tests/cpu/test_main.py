@@ -152,8 +152,8 @@ def test_gpu_program_of_plain_torch(tmp_path: Path) -> None:
         file.seek(0)
         assert not torch.load(file, map_location="cpu")["gpu"].is_cuda
         before = torch.cuda.memory_allocated()
-        kept = torch.ones(2**26, device="cuda")
-        assert torch.cuda.max_memory_allocated() - before > 2**27
+        kept = torch.ones(2**20, device="cuda")
+        assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated() == before + 2**22
         assert torch.cuda.mem_get_info()[0] <= torch.cuda.get_device_properties("cuda").total_memory
     """
     check(run(program(tmp_path, text)))

@@ -19,7 +19,7 @@ LR, BETAS, EPSILON = 1e-2, (0.9, 0.95), 1e-8
 
 
 def tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cuda").manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
@@ -60,7 +60,7 @@ def test_adam_update(mode: int, bias_correction: bool, decay: float) -> None:
     """Within 4 units in the last place of the largest term of FP64, which bounds any order of the FP32 operations."""
     p, g, m = tensors(seed=1), tensors(seed=2), tensors(seed=3)
     v = [t.square() for t in tensors(seed=4)]
-    before = [[t.double().numpy().copy() for t in group] for group in (g, p, m, v)]
+    before = [[t.double().cpu().numpy().copy() for t in group] for group in (g, p, m, v)]
     arguments = (LR, *BETAS, EPSILON, 5, mode, int(bias_correction), decay)
     multi_tensor_applier(tex.multi_tensor_adam, torch.zeros(1, dtype=torch.int), [g, p, m, v], *arguments)
     for index in range(len(p)):
@@ -68,7 +68,7 @@ def test_adam_update(mode: int, bias_correction: bool, decay: float) -> None:
         exact = numpy_adam(*old, 5, mode, bias_correction, decay, np.float64)
         for name, got, wanted, start in zip("pmv", (p, m, v), exact, old[1:], strict=True):
             terms = np.abs(start) + np.abs(wanted) + np.abs(old[0]) ** (2 if name == "v" else 1)
-            error = np.abs(got[index].double().numpy() - wanted)
+            error = np.abs(got[index].double().cpu().numpy() - wanted)
             assert (error <= 4 * 2.0**-24 * terms + 1e-12).all(), name
 
 
@@ -77,13 +77,13 @@ def test_adam_with_low_precision_moments_follows_te_kernel(mode: int) -> None:
     """Not the fused kernel: the operations of TE's kernel one by one, rounded to BF16 at the end only."""
     g, p = tensors(seed=2), tensors(seed=1)
     m, v = tensors(torch.bfloat16, 3), [t.square() for t in tensors(torch.bfloat16, 4)]
-    before = [[t.float().numpy().copy() for t in group] for group in (g, p, m, v)]
+    before = [[t.float().cpu().numpy().copy() for t in group] for group in (g, p, m, v)]
     arguments = (LR, *BETAS, EPSILON, 5, mode, 1, 0.1)
     multi_tensor_applier(tex.multi_tensor_adam, torch.zeros(1, dtype=torch.int), [g, p, m, v], *arguments)
     for index in range(len(p)):
         exact = numpy_adam(*(group[index] for group in before), 5, mode, True, 0.1, np.float32)
         for got, wanted in zip((p, m, v), exact, strict=True):
-            rounded = torch.from_numpy(np.asarray(wanted)).to(got[index].dtype)
+            rounded = torch.from_numpy(np.asarray(wanted)).to(got[index].dtype).cuda()
             torch.testing.assert_close(
                 got[index], rounded, rtol=2**-7 if rounded.dtype.itemsize == 2 else 1e-5, atol=1e-6
             )
@@ -173,7 +173,7 @@ def test_fp8_parameters_are_the_masters_quantized() -> None:
     with te.fp8_model_init(enabled=True, recipe=te_recipe()):
         module = te.Linear(32, 32, bias=False)
     optimizer = FusedAdam([module.weight], lr=LR, master_weights=True)
-    module.weight.grad = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+    module.weight.grad = torch.randn(32, 32, generator=torch.Generator("cuda").manual_seed(1))
     optimizer.step()
     master = optimizer.state[module.weight]["master_param"]
     error = (module.weight.dequantize() - master).abs().max() / master.abs().max()
@@ -207,7 +207,7 @@ def test_fused_sgd_follows_torch(decay: float, nesterov: bool, dampening: float)
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_l2norm(sizes: list[int], exponent: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(sum(sizes))
+    generator = torch.Generator("cuda").manual_seed(sum(sizes))
     values = [(torch.randn(n, generator=generator) * 10.0**exponent).to(dtype) for n in sizes]
     flag = torch.zeros(1, dtype=torch.int)
     total, each = multi_tensor_applier(tex.multi_tensor_l2norm, flag, [list(values)], True)
@@ -221,7 +221,7 @@ def test_l2norm(sizes: list[int], exponent: int, dtype: torch.dtype) -> None:
 
 
 def test_l2norm_of_a_large_tensor_does_not_drift() -> None:
-    values = torch.rand(2**23, generator=torch.Generator().manual_seed(0))
+    values = torch.rand(2**23, generator=torch.Generator("cuda").manual_seed(0))
     total, _ = tex.multi_tensor_l2norm(2048, torch.zeros(1, dtype=torch.int), [[values]], False)
     assert abs(total.item() / values.double().norm().item() - 1) < 1e-7
 

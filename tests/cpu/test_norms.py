@@ -47,7 +47,7 @@ shapes = given(
 
 
 def draw(rows: int, hidden: int, dtype: torch.dtype, weight_dtype: torch.dtype, mean: float) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(rows * 1000 + hidden)
+    generator = torch.Generator("cuda").manual_seed(rows * 1000 + hidden)
     x = (torch.randn(rows, hidden, generator=generator) + mean).to(dtype)
     gamma, beta = (torch.randn(hidden, generator=generator).to(weight_dtype) for _ in range(2))
     return [x, gamma, beta, torch.randn(rows, hidden, generator=generator).to(dtype)]
@@ -137,7 +137,7 @@ def test_delayed_scaling_quantizes_the_fp32_result(kind: str, dtype: torch.dtype
 def test_current_scaling_quantizes_the_rounded_result() -> None:
     x, gamma, _, _ = draw(32, 48, torch.bfloat16, torch.bfloat16, 1.0)
     rounded = tex.rmsnorm_fwd(x, gamma, EPSILON, None, None, DType.kBFloat16, 0, False)[0]
-    quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device=torch.device("cpu"))
+    quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device=torch.device("cuda"))
     out = tex.rmsnorm_fwd(x, gamma, EPSILON, None, quantizer, DType.kBFloat16, 0, False)[0]
     assert torch.equal(out._data, quantizer(rounded)._data)
 

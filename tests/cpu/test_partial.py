@@ -23,7 +23,7 @@ SHAPES = [(256, 256), (130, 200)]
 
 
 def weight(h: int, w: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator("cuda").manual_seed(2)
     return (torch.randn(h, w, generator=generator) * torch.logspace(-3, 3, w)).bfloat16()
 
 
@@ -43,7 +43,7 @@ def test_amaxes_of_a_piece_are_those_of_its_elements(shape: tuple[int, int]) -> 
             expected[i, j] = max(expected[i, j], abs(float(flat[element])))
         amax = torch.full((expected.shape[0], 4), torch.nan)
         tex.fp8_block_scaling_compute_partial_amax(flat[start:end], amax, h, w, start, LENGTH)
-        assert torch.equal(amax[:, : expected.shape[1]], torch.from_numpy(expected)), (start, end)
+        assert torch.equal(amax[:, : expected.shape[1]], torch.from_numpy(expected).cuda()), (start, end)
         assert not amax[:, expected.shape[1] :].any()
 
 
@@ -76,10 +76,10 @@ def test_a_piece_saturates_and_rounds_as_ml_dtypes() -> None:
     out = torch.empty(960, dtype=torch.uint8)
     # A scale too large for the piece: what exceeds 448 saturates.
     tex.fp8_block_scaling_partial_cast(x, out, torch.full((1, 4), 3.0), 32, 64, 40, LENGTH, tex.DType.kFloat8E4M3)
-    scaled = x.float().numpy() * np.float32(3)
+    scaled = x.float().cpu().numpy() * np.float32(3)
     assert np.abs(scaled).max() > 464
     expected = np.clip(scaled, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    assert np.array_equal(out.numpy(), expected)
+    assert np.array_equal(out.cpu().numpy(), expected)
 
 
 def test_a_piece_outside_of_the_weight_is_refused() -> None:

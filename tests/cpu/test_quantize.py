@@ -34,12 +34,12 @@ def current(dtype: Any = E4M3, **options: Any) -> Any:
 
 
 def sample(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(11)).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(11)).to(dtype)
 
 
 def expected_bytes(x: torch.Tensor, scale: float, dtype: Any) -> torch.Tensor:
-    scaled = np.clip(x.float().numpy() * np.float32(scale), -LIMIT[dtype], LIMIT[dtype])
-    return torch.from_numpy(scaled.astype(NUMPY[dtype]).view(np.uint8))
+    scaled = np.clip(x.float().cpu().numpy() * np.float32(scale), -LIMIT[dtype], LIMIT[dtype])
+    return torch.from_numpy(scaled.astype(NUMPY[dtype]).view(np.uint8)).cuda()
 
 
 @pytest.mark.parametrize("fp8", [E4M3, E5M2])
@@ -171,8 +171,8 @@ def test_noop_leaves_output_and_amax(make: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dequantised_values_are_the_bytes_times_scale_inv_rounded_once(make: Any, fp8: Any, dtype: Any) -> None:
     result = tex.quantize(sample(8, 16), make(dtype=fp8))
-    bytes_ = result._data.numpy().view(NUMPY[fp8]).astype(np.float32)
-    expected = torch.from_numpy(bytes_ * result._scale_inv.numpy()).to(dtype)
+    bytes_ = result._data.cpu().numpy().view(NUMPY[fp8]).astype(np.float32)
+    expected = torch.from_numpy(bytes_ * result._scale_inv.cpu().numpy()).to(dtype).cuda()
     te_dtype = {torch.float32: "kFloat32", torch.bfloat16: "kBFloat16", torch.float16: "kFloat16"}[dtype]
     assert torch.equal(tex.dequantize(result, getattr(tex.DType, te_dtype)), expected)
 

@@ -43,7 +43,7 @@ def check(x: torch.Tensor, positions: torch.Tensor, flatten: Any, freqs: torch.T
     assert out.shape == x.shape
     assert out.dtype == x.dtype
     assert out.is_contiguous()
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    grad = torch.randn(out.shape, generator=torch.Generator("cuda").manual_seed(1)).to(out.dtype)
     out.backward(grad)
     reference = x.detach().double().requires_grad_()
     wanted = exact(flatten(reference), positions, freqs, options["interleaved"])
@@ -77,7 +77,7 @@ def test_dense(
     s, b, h = sizes
     head_dim, rotated = features
     shape = (s, b) if tensor_format == "sbhd" else (b, s)
-    x = torch.randn(*shape, h, 3 * head_dim, generator=torch.Generator().manual_seed(s)).to(dtype)
+    x = torch.randn(*shape, h, 3 * head_dim, generator=torch.Generator("cuda").manual_seed(s)).to(dtype)
     x = x[..., :head_dim] if strided else x[..., :head_dim].contiguous()
     start_positions = torch.arange(b, dtype=torch.int32) * 5 if starts else None
 

@@ -50,7 +50,7 @@ def test_against_autograd(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mask_batch", [1, 2])
 def test_masked(dtype: torch.dtype, mask_batch: int) -> None:
     x, dy = torch.randn(2, 3, 5, 7).to(dtype), torch.randn(2, 3, 5, 7).to(dtype)
-    mask = torch.rand(mask_batch, 1, 5, 7, generator=torch.Generator().manual_seed(0)) < 0.4
+    mask = torch.rand(mask_batch, 1, 5, 7, generator=torch.Generator("cuda").manual_seed(0)) < 0.4
     mask[0, 0, 0], mask[0, 0, 1] = True, False
     y = tex.scaled_masked_softmax_forward(x, mask, 0.7)
     dx = tex.scaled_masked_softmax_backward(dy, y, 0.7)

@@ -38,7 +38,7 @@ def layer(dtype: torch.dtype, dropout: float = 0.0, **options: Any) -> Any:
 
 
 def inputs(dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator("cuda").manual_seed(7)
     values = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
     return values.to(dtype).requires_grad_()
 

@@ -270,7 +270,7 @@ def drawn(
     for dp_rank in range(dp_size):
         sampler = BatchSampler(micro_batch_size, 8, dp_rank, dp_size)
         with BatchLoader(
-            dataset, sampler, SEQ_LENGTH, 8 * (first_step + num_steps), torch.device("cpu"), None, True, 8 * first_step
+            dataset, sampler, SEQ_LENGTH, 8 * (first_step + num_steps), torch.device("cuda"), None, True, 8 * first_step
         ) as loader:
             (iterator,) = loader.iterators()
             for step in range(num_steps):

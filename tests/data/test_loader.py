@@ -17,7 +17,7 @@ from megatron_fp8.data.sampler import BatchSampler
 from tests.ranks import run_on_ranks
 
 SEQ_LENGTH = 4
-CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 
 
 class NumberedSamples:
@@ -47,7 +47,7 @@ class NumberedSamples:
 
 
 def make_loader(dataset: NumberedSamples | None, sampler: BatchSampler, **changes: object) -> BatchLoader:
-    values = {"seq_length": SEQ_LENGTH, "num_samples": 48, "device": CPU} | changes
+    values = {"seq_length": SEQ_LENGTH, "num_samples": 48, "device": GPU} | changes
     return BatchLoader(dataset, sampler, **values)
 
 
@@ -58,7 +58,7 @@ def samples_of(batch: MicroBatch) -> list[int]:
         sample = NumberedSamples()[number]
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
             field = getattr(batch, name)
-            assert torch.equal(field[row], sample[name])
+            assert torch.equal(field[row].cpu(), sample[name])
             assert field.dtype == sample[name].dtype
             assert field.is_contiguous()
     return numbers

@@ -169,6 +169,29 @@ def flip_each_kind(parts: Any) -> list[tuple[str, int, str, list[dict]]]:
     return found
 
 
+RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+
+
+def compare_every_recipe() -> list[list[str]]:
+    """Names of what two ranks compare of FP8's state in each recipe; a device must hold all of it."""
+    return [run_small(small_config(precision={**FP8, "fp8_recipe": recipe}), 1, compared).probe for recipe in RECIPES]
+
+
+def compared(parts: Any) -> list[str]:
+    check, _ = check_of(parts)
+    check._interval = 1
+    check.after_step(1)
+    state = parts.precision.state_dict()
+    assert {tensor.device for tensor in state.values()} == {parts.device.torch_device}
+    return list(state)
+
+
+def test_scaling_state_is_compared_on_the_device() -> None:
+    for delayed, *others in run_on_ranks(2, compare_every_recipe):
+        assert len(delayed) > 4
+        assert all({"num_updates", "units.margin"} <= set(names) for names in (delayed, *others))
+
+
 def alive(parts: Any) -> Any:
     """Live tensors by name: scaling state is compared as copies."""
     from megatron_fp8.model.build import global_parameters

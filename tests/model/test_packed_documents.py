@@ -77,12 +77,12 @@ def packed_and_apart(model: dict[str, Any]) -> None:
     from megatron_fp8.data.documents import cumulative_lengths, document_positions
 
     chunk = build(config_of(model=model)).chunks[0]
-    tokens, labels = text()[:, :-1], text()[:, 1:]
+    tokens, labels = text().cuda()[:, :-1], text().cuda()[:, 1:]
     packed = (tokens, document_positions(tokens, EOD), labels, cumulative_lengths(tokens, EOD))
     lengths = [length for length in packed[3].diff().tolist() if length > 0]
     assert lengths == [1, 9, 22, 16, 1, 15, 32, 4, 17, 11]
     apart = [
-        (document[None], torch.arange(len(document))[None], following[None], None)
+        (document[None], torch.arange(len(document), device="cuda")[None], following[None], None)
         for document, following in zip(tokens.flatten().split(lengths), labels.flatten().split(lengths), strict=True)
     ]
     found_losses, found = losses_and_gradients(chunk, [packed])
@@ -106,13 +106,13 @@ def contaminated(precision: dict[str, Any]) -> None:
     from megatron_fp8.data.documents import cumulative_lengths
 
     stage = build(config_of(precision=precision)).chunks[0].module.eval()
-    tokens, labels = text()[:, :-1], text()[:, 1:]
+    tokens, labels = text().cuda()[:, :-1], text().cuda()[:, 1:]
     changed = tokens.clone()
     changed[0, 4] += 1
     changed[1, 20] += 1
     same = torch.ones_like(tokens, dtype=torch.bool)
     same[0, 4:10] = same[1, 20:32] = False
-    positions = torch.arange(SEQ_LENGTH).expand(len(tokens), -1)
+    positions = torch.arange(SEQ_LENGTH, device="cuda").expand(len(tokens), -1)
 
     def differs(cu_seqlens: Any) -> Any:
         with torch.no_grad():

@@ -29,8 +29,10 @@ def plain_norm(x: Tensor, weight: dict[str, Tensor], prefix: str) -> Tensor:
 def plain_rope(x: Tensor) -> Tensor:
     """`[s, b, h, d]`; halves rotated against each other, base 10000 (Su et al. 2021, as in GPT-NeoX)."""
     d = x.shape[-1]
-    frequencies = 10000.0 ** (-torch.arange(0, d, 2, dtype=x.dtype) / d)
-    angles = (torch.arange(x.shape[0], dtype=x.dtype).unsqueeze(1) * frequencies).view(-1, 1, 1, d // 2)
+    frequencies = 10000.0 ** (-torch.arange(0, d, 2, dtype=x.dtype, device=x.device) / d)
+    angles = (torch.arange(x.shape[0], dtype=x.dtype, device=x.device).unsqueeze(1) * frequencies).view(
+        -1, 1, 1, d // 2
+    )
     first, second = x.chunk(2, dim=-1)
     return torch.cat(
         [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
@@ -47,7 +49,7 @@ def plain_attention(x: Tensor, weight: dict[str, Tensor], groups: int, rope: boo
     if rope:
         query, key = plain_rope(query), plain_rope(key)
     scores = torch.einsum("sbhd,tbhd->bhst", query, key) / head**0.5
-    scores = scores.masked_fill(torch.ones(SEQ, SEQ).triu(1).bool(), float("-inf"))
+    scores = scores.masked_fill(torch.ones(SEQ, SEQ, device=x.device).triu(1).bool(), float("-inf"))
     mixed = torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), value).reshape(SEQ, BATCH, HIDDEN)
     return F.linear(mixed, weight["self_attention.proj.weight"], weight.get("self_attention.proj.bias"))
 
@@ -77,13 +79,13 @@ def test_layer_equals_plain_torch(name: str, rope: bool, dtype: torch.dtype) -> 
     torch.manual_seed(0)
     layer = te.TransformerLayer(
         HIDDEN, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, params_dtype=dtype,
-        self_attn_mask_type="causal", attn_input_format="sbhd", device="cpu", **VARIANTS[name],
+        self_attn_mask_type="causal", attn_input_format="sbhd", device="cuda", **VARIANTS[name],
     )  # fmt: skip
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    x = torch.randn(SEQ, BATCH, HIDDEN, dtype=dtype, requires_grad=True)
+    x = torch.randn(SEQ, BATCH, HIDDEN, dtype=dtype, device="cuda", requires_grad=True)
     angles = RotaryPositionEmbedding(HIDDEN // HEADS)(SEQ) if rope else None
-    grad = torch.randn(SEQ, BATCH, HIDDEN, dtype=dtype)
+    grad = torch.randn(SEQ, BATCH, HIDDEN, dtype=dtype, device="cuda")
     output = layer(x, rotary_pos_emb=angles)
     output.backward(grad)
 

@@ -9,9 +9,6 @@ from typing import Any
 
 from tests.small_run import batches
 
-# torch's own generators have their state in tensors, of 5,056 bytes each on CPUs.
-_RANDOM_STATE_BYTES = 5056
-
 
 def held_by_rank(parts: Any) -> dict[str, int]:
     """Bytes of a rank after a step: `kept` between steps; in the step after, when a forward pass ends and autograd
@@ -22,7 +19,7 @@ def held_by_rank(parts: Any) -> dict[str, int]:
 
 
 def tensors_in_python() -> dict[int, int]:
-    """Bytes by address of every storage that a tensor in Python refers to, whatever refers to that."""
+    """Bytes by address of every storage on the device that a tensor in Python refers to, whatever refers to that."""
     import torch
 
     gc.collect()
@@ -31,10 +28,10 @@ def tensors_in_python() -> dict[int, int]:
         warnings.simplefilter("ignore")
         for thing in gc.get_objects():
             # By class: an instance check would run code of objects that pretend to be something else.
-            if not issubclass(type(thing), torch.Tensor) or thing.is_meta:
+            if not issubclass(type(thing), torch.Tensor) or not thing.is_cuda:
                 continue
             storage = thing.untyped_storage()
-            if storage.nbytes() not in (0, _RANDOM_STATE_BYTES):
+            if storage.nbytes():
                 found[storage.data_ptr()] = storage.nbytes()
     return found
 
@@ -68,15 +65,9 @@ def fullest_moment(parts: Any, known: set[int]) -> tuple[int, int]:
 
 
 def peak_of_step(parts: Any) -> int:
-    """Most bytes that this process held for tensors during a step, by the CPU allocator's own reports."""
-    from torch.profiler import ProfilerActivity, profile
+    """Most bytes of tensors during a step, as the device counts them."""
+    import torch
 
-    before = sum(tensors_in_python().values())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return before + most
+    torch.cuda.reset_peak_memory_stats()
+    parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+    return torch.cuda.max_memory_allocated()

@@ -100,7 +100,7 @@ def kept_by_a_layer(parts: Any) -> Counter:
     layer = stage.layers[number]
     rope = stage.rotary(128)
     tp = parts.groups.tp.size() if parts.config.parallel.sequence_parallel else 1
-    hidden = torch.randn(128 // tp, 2, 128).to(precision.params_dtype).requires_grad_()
+    hidden = torch.randn(128 // tp, 2, 128, device="cuda").to(precision.params_dtype).requires_grad_()
 
     def call() -> Any:
         with precision.region(number):

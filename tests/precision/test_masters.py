@@ -148,7 +148,7 @@ def small_updates(num_steps: int) -> dict[str, float]:
 
     def probe(parts) -> dict[str, float]:
         weights = parameters(parts)
-        alone = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        alone = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16, device="cuda"))
         without_masters = FusedAdam([alone], lr=1e-4, weight_decay=0.0)
         for _ in range(num_steps):
             for p in weights:

@@ -37,16 +37,16 @@ def linear_results() -> dict[str, torch.Tensor]:
     from transformer_engine.common.recipe import MXFP8BlockScaling
 
     torch.manual_seed(3)
-    linear = te.Linear(64, 96, bias=False, params_dtype=torch.bfloat16, device="cpu", fuse_wgrad_accumulation=True)
-    linear.weight.main_grad = torch.zeros(96, 64)
+    linear = te.Linear(64, 96, bias=False, params_dtype=torch.bfloat16, device="cuda", fuse_wgrad_accumulation=True)
+    linear.weight.main_grad = torch.zeros(96, 64, device="cuda")
     # Magnitudes differ from block to block, in both directions.
     spread = torch.logspace(-3, 3, 64)
-    x = (torch.randn(4, 32, 64) * spread * torch.logspace(-2, 2, 4)[:, None, None]).bfloat16().requires_grad_()
-    grad = torch.randn(4, 32, 96).bfloat16()
+    x = (torch.randn(4, 32, 64) * spread * torch.logspace(-2, 2, 4)[:, None, None]).bfloat16().cuda().requires_grad_()
+    grad = torch.randn(4, 32, 96).bfloat16().cuda()
     with te.autocast(enabled=True, recipe=MXFP8BlockScaling()):
         y = linear(x)
     y.backward(grad)
-    return {
+    results = {
         "x": x.detach().reshape(-1, 64),
         "weight": linear.weight.detach(),
         "grad": grad.reshape(-1, 96),
@@ -54,6 +54,7 @@ def linear_results() -> dict[str, torch.Tensor]:
         "dgrad": x.grad.reshape(-1, 64),
         "wgrad": linear.weight.main_grad,
     }
+    return {name: tensor.cpu() for name, tensor in results.items()}
 
 
 def test_the_three_gemms_multiply_the_operands_that_ml_dtypes_rounds() -> None:

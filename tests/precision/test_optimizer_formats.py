@@ -90,7 +90,7 @@ def lonely_parameter(gradient: float, repaired: bool) -> tuple[bool, list[float]
 
     from megatron_fp8.optim.fp8_moments import survive_zero_moments
 
-    parameter = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    parameter = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16, device="cuda"))
     optimizer = FusedAdam(
         [parameter],
         lr=2.0**-6,
@@ -102,7 +102,7 @@ def lonely_parameter(gradient: float, repaired: bool) -> tuple[bool, list[float]
     if repaired:
         survive_zero_moments(optimizer)
     for _ in range(3):
-        parameter.decoupled_grad = torch.full((64,), gradient)
+        parameter.decoupled_grad = torch.full((64,), gradient, device="cuda")
         optimizer.step()
     first = optimizer.state[parameter]["exp_avg"].dequantize()
     return bool(parameter.isfinite().all()), parameter.tolist(), first.tolist()

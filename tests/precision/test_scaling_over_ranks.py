@@ -98,11 +98,11 @@ def amaxes_on_four_ranks() -> list[float]:
 
     config = fp8_config(tp=2)
     groups = build_groups(config.parallel)
-    manager = PrecisionManager(build_policy(config.precision, 4), amax_group("auto", groups), torch.device("cpu"))
+    manager = PrecisionManager(build_policy(config.precision, 4), amax_group("auto", groups), torch.device("cuda"))
     linear = small_linear()
     manager.attach({0: linear})
     with manager.training_step(), manager.region(0):
-        linear(torch.full((16, 16), 2.0**groups.rank, dtype=torch.bfloat16))
+        linear(torch.full((16, 16), 2.0**groups.rank, dtype=torch.bfloat16, device="cuda"))
     manager.finish_step(skipped=False)
     forward = next(scaling_states(linear))
     parallel_state.destroy_model_parallel()
@@ -113,7 +113,7 @@ def small_linear():
     import transformer_engine.pytorch as te
 
     torch.manual_seed(0)
-    return te.Linear(16, 16, params_dtype=torch.bfloat16, device="cpu")
+    return te.Linear(16, 16, params_dtype=torch.bfloat16, device="cuda")
 
 
 def test_the_largest_amax_of_all_ranks_counts() -> None:
@@ -126,14 +126,14 @@ def micro_batches_of_one_step() -> list[float]:
     from megatron_fp8.precision.policy import build_policy
     from megatron_fp8.precision.state import scaling_states
 
-    manager = PrecisionManager(build_policy(fp8_config().precision, 4), None, torch.device("cpu"))
+    manager = PrecisionManager(build_policy(fp8_config().precision, 4), None, torch.device("cuda"))
     linear = small_linear()
     manager.attach({0: linear})
     seen = []
     with manager.training_step():
         for amax in (3.0, 9.0, 2.0):
             with manager.region(0):
-                output = linear(torch.full((16, 16), amax, dtype=torch.bfloat16, requires_grad=True))
+                output = linear(torch.full((16, 16), amax, dtype=torch.bfloat16, requires_grad=True, device="cuda"))
             output.sum().backward()
             seen.append(float(next(scaling_states(linear)).scale[0]))
     manager.finish_step(skipped=False)

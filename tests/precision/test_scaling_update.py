@@ -21,9 +21,9 @@ def build_linear(group=None, **precision):
     from megatron_fp8.precision.policy import build_policy
 
     config = small_config(precision={"mode": "fp8", **precision}).precision
-    manager = PrecisionManager(build_policy(config, num_layers=4), group, torch.device("cpu"))
+    manager = PrecisionManager(build_policy(config, num_layers=4), group, torch.device("cuda"))
     torch.manual_seed(0)
-    linear = te.Linear(16, 16, params_dtype=torch.bfloat16, device="cpu")
+    linear = te.Linear(16, 16, params_dtype=torch.bfloat16, device="cuda")
     manager.attach({0: linear})
     return manager, linear
 
@@ -36,7 +36,7 @@ def scales_after(amaxes: list[float], start: float, skipped: tuple[int, ...], pr
     scales = []
     for step, amax in enumerate(amaxes):
         with manager.training_step(), manager.region(0):
-            linear(torch.zeros(16, 16, dtype=torch.bfloat16, requires_grad=True))
+            linear(torch.zeros(16, 16, dtype=torch.bfloat16, requires_grad=True, device="cuda"))
         # The kernel collects the running amax here; written directly, it need not be a BF16 number.
         state.amax_history[0][0] = amax
         manager.finish_step(skipped=step in skipped)
@@ -103,7 +103,7 @@ def nan_on_one_rank() -> tuple[list[float], list[list[float]]]:
         value = bad if step == 1 and groups.rank > 0 else float(step + 1)
         with manager.training_step():
             with manager.region(0):
-                output = linear(torch.full((16, 16), value, dtype=torch.bfloat16, requires_grad=True))
+                output = linear(torch.full((16, 16), value, dtype=torch.bfloat16, requires_grad=True, device="cuda"))
             output.sum().backward()
         manager.finish_step(skipped=False)
     parallel_state.destroy_model_parallel()

@@ -88,7 +88,7 @@ def _keep_factors(shape: torch.Size, rules: ScoreRules, generator: torch.Generat
 
 
 def _generator(rules: ScoreRules) -> torch.Generator:
-    return torch.Generator().manual_seed(rules.dropout_seed)
+    return torch.Generator("cuda").manual_seed(rules.dropout_seed)
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: ScoreRules) -> tuple[torch.Tensor, torch.Tensor]:

@@ -57,7 +57,7 @@ def quantize_blockwise(tensor: Tensor, quantizer: Any, output: Any, noop: bool) 
     return output
 
 
-def empty_blockwise(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = "cpu") -> Any:
+def empty_blockwise(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = "cuda") -> Any:
     """A tensor of nominal `dtype` with undefined bytes and zero scales."""
     return empty_blocks(quantizer, shape, dtype, device)
 

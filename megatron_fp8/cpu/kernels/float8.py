@@ -38,17 +38,18 @@ def quantize_float8(tensor: Tensor, quantizer: Any, output: Any, noop: bool) -> 
     return output
 
 
-def empty_float8(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = "cpu") -> Any:
+def empty_float8(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = "cuda") -> Any:
     """A tensor of nominal `dtype` with undefined bytes; its scale is the quantizer's, or 1 with current scaling."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
     data = torch.empty(tuple(shape), dtype=torch.uint8, device=device)
     scale = getattr(quantizer, "scale", None)
+    scale_inv = torch.ones(1, device=device) if scale is None else torch.reciprocal(scale).reshape(1).to(data.device)
     parts = {
         "data": data if quantizer.rowwise_usage else None,
         "data_transpose": columnwise_view(data) if quantizer.columnwise_usage else None,
-        "fp8_scale_inv": torch.ones(1, device=device) if scale is None else torch.reciprocal(scale).reshape(1),
+        "fp8_scale_inv": scale_inv,
         "fp8_dtype": quantizer.dtype,
         "quantizer": quantizer,
     }

@@ -223,5 +223,5 @@ def _deliver(total: Tensor, dtype: torch.dtype, D: Any, quantizer: Any, fp8_oper
         return total.to(dtype) if D is None else D.copy_(total)
     fused = _quantises_in_kernel(quantizer, fp8_operands)
     if D is None:
-        D = format_of(quantizer).empty(quantizer, total.shape, dtype, "cpu")
+        D = format_of(quantizer).empty(quantizer, total.shape, dtype, "cuda")
     return quantize(total if fused else total.to(dtype), quantizer, D)

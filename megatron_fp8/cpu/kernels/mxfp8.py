@@ -64,7 +64,7 @@ def quantize_mxfp8(tensor: Tensor, quantizer: Any, output: Any, noop: bool) -> A
     return output
 
 
-def empty_mxfp8(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = "cpu") -> Any:
+def empty_mxfp8(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = "cuda") -> Any:
     """A tensor of nominal `dtype` with undefined bytes."""
     return empty_blocks(quantizer, shape, dtype, device, with_gemm_swizzled_scales=False)
 
