@@ -45,8 +45,8 @@ _GPU = torch.device("cuda")
 
 
 class _Default(threading.local):
-    """The device of factories that are given none, as `torch.set_default_device` sets it; None: the host. In a kernel it
-    is the GPU."""
+    """The device of factories that are given none, as `torch.set_default_device` sets it; None: the host. In a
+    kernel it is the GPU."""
 
     device: torch.device | None = None
     in_kernel: bool = False

@@ -14,7 +14,7 @@ import torch
 
 from megatron_fp8.cpu import memory, streams, transfers
 from megatron_fp8.cpu.factories import cuda_device, is_cuda_device, is_host_device, place
-from megatron_fp8.cpu.placement import HostTensor, is_on_host, put, real_device
+from megatron_fp8.cpu.placement import ON_HOST, HostTensor, is_on_host, put, real_device, unplaced_device
 
 _HOST = torch.device("cpu")
 _to: Callable[..., torch.Tensor] = torch.Tensor.to
@@ -147,11 +147,15 @@ def _patch_module_moves() -> None:
 def _patch_answers() -> None:
     host, gpus = _HOST, [torch.device("cuda", index) for index in range(64)]
 
+    # Asked often; HostTensor has answers of its own.
     def device(self: torch.Tensor) -> torch.device:
-        real = real_device(self)
-        if real.type != "cpu":
+        real = unplaced_device(self)
+        if real != host or ON_HOST in self.__dict__:
             return real
-        return host if is_on_host(self) else gpus[streams.current_device()]
+        return gpus[streams.current_device()]
+
+    def is_cuda(self: torch.Tensor) -> bool:
+        return unplaced_device(self) == host and ON_HOST not in self.__dict__
 
     def get_device(self: torch.Tensor) -> int:
         return streams.current_device() if self.is_cuda else -1
@@ -160,7 +164,7 @@ def _patch_answers() -> None:
         """Memory is never reused before its work is done."""
 
     torch.Tensor.device = property(device)  # type: ignore[assignment]
-    torch.Tensor.is_cuda = property(lambda self: self.device.type == "cuda")  # type: ignore[assignment]
+    torch.Tensor.is_cuda = property(is_cuda)  # type: ignore[assignment]
     torch.Tensor.is_cpu = property(lambda self: self.device.type == "cpu")  # type: ignore[assignment]
     torch.Tensor.get_device = get_device  # type: ignore[assignment]
     torch.get_device = get_device

@@ -25,6 +25,12 @@ def _backward(
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
+def _attribute(getter: Callable[..., Any], *args: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        result = getter(*args)
+    return put_on_host(result) if type(result) in _PLAIN else result
+
+
 def _operate(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     given = list(tensors_in((*args, *kwargs.values())))
     name = mixing.operation_name(func)
@@ -40,7 +46,7 @@ def _operate(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
         result = func(*args, **kwargs) if gpu else generators.call_on_host(name, func, args, kwargs)
     if name == "copy_" and gpu:
         _note_copy(*args, **kwargs)
-    if isinstance(result, (torch.Tensor, list, tuple)) and (not gpu or mixing.stays(name) and is_on_host(given[0])):
+    if isinstance(result, (torch.Tensor, list, tuple)) and (not gpu or (mixing.stays(name) and is_on_host(given[0]))):
         for tensor in tensors_in((result,)):
             if type(tensor) in _PLAIN and real_device(tensor).type == "cpu" and not any(tensor is each for each in gpu):
                 put_on_host(tensor)
@@ -66,6 +72,8 @@ def patch_operations() -> None:
         args: Any = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if getattr(func, "__name__", "") == "__get__":
+            return _attribute(func, *args)
         if func is backward:
             return _backward(*args, **(kwargs or {}))
         return _operate(func, args, kwargs or {})

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
-_ON_HOST = "_on_host"
+# Marks what is on the host and keeps a class of its own: Transformer Engine's quantised tensors.
+ON_HOST = "_on_host"
 _HOST = torch.device("cpu")
-real_device: Callable[[torch.Tensor], torch.device] = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+# Torch's own answer: "cpu" for the host's and the GPU's. Not for host tensors: torch asks their class for attributes.
+unplaced_device: Callable[[torch.Tensor], torch.device] = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
 
 
 class HostTensor(torch.Tensor):
@@ -64,9 +66,14 @@ class HostParameter(HostTensor, torch.nn.Parameter):
         return "Parameter containing:\n" + HostTensor.__repr__(self, tensor_contents=tensor_contents)
 
 
+def real_device(tensor: torch.Tensor) -> torch.device:
+    """Where the memory of `tensor` is: "cpu" for the host's and the emulated GPU's, else "meta" or the like."""
+    return _HOST if isinstance(tensor, HostTensor) else unplaced_device(tensor)
+
+
 def is_on_host(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is the host's; False for the emulated GPU's and for meta tensors. Costs 0.1 microseconds."""
-    return isinstance(tensor, HostTensor) or _ON_HOST in tensor.__dict__
+    return isinstance(tensor, HostTensor) or ON_HOST in tensor.__dict__
 
 
 def put_on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,7 +85,7 @@ def put_on_host(tensor: torch.Tensor) -> torch.Tensor:
         tensor.__class__ = HostParameter
     elif not issubclass(kind, HostTensor):
         # Transformer Engine's quantised tensors: what they are made of is marked by itself.
-        tensor.__dict__[_ON_HOST] = True
+        tensor.__dict__[ON_HOST] = True
     return tensor
 
 
@@ -90,7 +97,7 @@ def put_on_gpu(tensor: torch.Tensor) -> torch.Tensor:
     elif kind is HostParameter:
         tensor.__class__ = torch.nn.Parameter
     else:
-        tensor.__dict__.pop(_ON_HOST, None)
+        tensor.__dict__.pop(ON_HOST, None)
     return tensor
 
 

@@ -275,7 +275,7 @@ def test_kernels_refuse_host_tensors(host: Tensor) -> None:
         assert isinstance(moved, Float8Tensor)
         assert [each.device.type for each in (moved, moved._data, moved._scale_inv)] == ["cpu"] * 3
         assert is_on_host(moved)
-        with pytest.raises(RuntimeError, match="argument 0 of transformer_engine_torch.dequantize"):
+        with pytest.raises(RuntimeError, match=r"argument 0 of .*dequantize"):
             tex.dequantize(moved, tex.DType.kFloat32)
         back = moved.cuda()
         assert [each.device.type for each in (back, back._data, back._scale_inv)] == ["cuda"] * 3
