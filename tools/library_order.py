@@ -63,7 +63,9 @@ def load(order: str, beside: Sequence[Path], toolkit: Path = Path("/usr/local/cu
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "CUDNN", "NVTE"))}
         ended = subprocess.run(
             ["unshare", "--mount", "bash", "-c", command],
-            **{"env": {**kept, **environment}, "capture_output": True, "text": True},
+            env={**kept, **environment},
+            capture_output=True,
+            text=True,
             check=False,
         )
     if ended.returncode == 99 or "unshare failed" in ended.stderr:

@@ -121,7 +121,10 @@ def _answer(check: str, surroundings: Surroundings, seconds: float, local: bool 
         tempfile.TemporaryFile("w+", encoding="utf-8") as answer,
         subprocess.Popen(
             [sys.executable, "-m", "megatron_fp8.doctor.worker", str(answer.fileno()), check],
-            **{"env": environment, "stdin": subprocess.PIPE, "stdout": log, "stderr": log},
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
             pass_fds=[answer.fileno()],
             text=True,
         ) as process,

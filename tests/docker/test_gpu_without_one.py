@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tools import attention_backends, fused_attention, library_order
+from tools import attention_backends, library_order
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_libraries = pytest.mark.skipif(
-    fused_attention.missing() is not None, reason="the GPU image's packages are not installed (docker/gpu.lock)"
+    attention_backends.missing() is not None, reason="the GPU image's packages are not installed (docker/gpu.lock)"
 )
 
 
@@ -59,7 +59,7 @@ def test_the_libraries_give_the_table_of_the_docs() -> None:
     from megatron_fp8 import cpu
 
     cpu.install()
-    answers = fused_attention.Answers()
+    answers = attention_backends.Answers()
     try:
         table = attention_backends.markdown(attention_backends.rows(answers.ask))
     finally:
@@ -73,7 +73,7 @@ def test_cudnn_refuses_what_an_h100_cannot_and_says_why() -> None:
     kinds = dict.fromkeys(("qkv_dtype", "o_dtype", "do_dtype", "dqkv_dtype"), 6)
     sizes = {"batch_size": 2, "num_attn_heads": 16, "num_gqa_groups": 8, "max_seqlen_q": 4096, "max_seqlen_kv": 4096}
     asked = {**common, **kinds, **sizes, "o_format": 0, "do_format": 0, "dqkv_layout": 4, "attn_scale": 0.1}
-    answers = fused_attention.Answers()
+    answers = attention_backends.Answers()
     try:
         told = {dim: answers.ask({**asked, "head_dim_qk": dim, "head_dim_v": dim}) for dim in (64, 128, 260, 512)}
         single = answers.ask({**asked, **dict.fromkeys(kinds, 4), "head_dim_qk": 64, "head_dim_v": 64})
