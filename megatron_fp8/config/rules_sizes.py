@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 from megatron_fp8.config.facts import Alternative, Facts, Finding
 from megatron_fp8.config.layout import LayoutError, block_gemms, pad_vocab_size
-from megatron_fp8.config.limits import MOST_SAMPLES, MOST_SIZE, MOST_TOKENS
+from megatron_fp8.config.limits import FP32_SMALLEST_NORMAL, MOST_SAMPLES, MOST_SIZE, MOST_TOKENS
 from megatron_fp8.config.rules_model import HEADS, HIDDEN, SEQ_LENGTH, TP
 from megatron_fp8.config.rules_parallel import GLOBAL_BATCH, MICRO_BATCH
 
 VOCAB_SIZE = "model.vocab_size"
-DECAY, LR = "optimizer.weight_decay", "optimizer.lr"
+DECAY, LR, CLIP = "optimizer.weight_decay", "optimizer.lr", "optimizer.clip_grad"
 
 
 def check_sizes(facts: Facts) -> Iterator[Finding]:
@@ -23,6 +23,7 @@ def check_sizes(facts: Facts) -> Iterator[Finding]:
     yield from _vocabulary(facts)
     yield from _samples(facts)
     yield from _decay(facts)
+    yield from _clipping(facts)
 
 
 def _gemms(facts: Facts) -> Iterator[Finding]:
@@ -77,3 +78,11 @@ def _decay(facts: Facts) -> Iterator[Finding]:
         product = optimizer.lr * optimizer.weight_decay
         reason = f"with {LR}={optimizer.lr:g} a step multiplies weights by 1 - {product:g}, which turns their signs"
         yield Finding("decay of a step", DECAY, reason, (Alternative(DECAY, [0.1, 0.0], most=1),))
+
+
+def _clipping(facts: Facts) -> Iterator[Finding]:
+    """0 switches it off; what is nearly 0 makes all gradients 0."""
+    clip = facts.config.optimizer.clip_grad
+    if 0 < clip < FP32_SMALLEST_NORMAL:
+        reason = f"gradients are multiplied with it, and {FP32_SMALLEST_NORMAL.why}"
+        yield Finding("tiny clipping", CLIP, reason, (Alternative(CLIP, [1.0, 0.0]),))

@@ -118,6 +118,7 @@ def test_what_once_passed_and_ruined_the_run_is_refused(override: str, reason: s
             "training.eval_iters=1048576",
         ),
         (["optimizer.lr=1", "optimizer.weight_decay=1"], "optimizer.weight_decay", "optimizer.weight_decay=0.1"),
+        (["optimizer.clip_grad=1e-40"], "optimizer.clip_grad", "optimizer.clip_grad=1.0 or optimizer.clip_grad=0.0"),
     ],
 )
 def test_products_of_allowed_numbers_have_limits_too(overrides: list[str], key: str, use: str, tmp_path: Path) -> None:
