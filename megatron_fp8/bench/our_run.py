@@ -13,6 +13,7 @@ from megatron_fp8.bench.work import StepSample, fixed_tokens
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.parallel.start import init_process_group, world_size
+from megatron_fp8.report.library_warnings import hide_meaningless_warnings
 from megatron_fp8.report.record import Recorder
 
 # More steps than anybody measures: the loader must not end.
@@ -24,6 +25,7 @@ class OurRun:
 
     def __init__(self, config: Config) -> None:
         self._device = devices.prepare()
+        hide_meaningless_warnings(self._device.emulated)
         # They look for CUDA when imported.
         from megatron_fp8.train.setup import build_parts
 
