@@ -16,6 +16,7 @@ __all__ = [
     "DType",
     "FP8BwdTensors",
     "FP8FwdTensors",
+    "Float8BlockScaleTensorFormat",
     "NVTEQBHistogramMode",
     "NVTERoutingMapFormat",
     "NVTEScalingMode",
@@ -84,6 +85,14 @@ class NVTEScalingMode(_ExtensionEnum):
     NVTE_BLOCK_SCALING_2D = 3
     NVTE_NVFP4_1D_SCALING = 4
     NVTE_INVALID_SCALING = 100
+
+
+class Float8BlockScaleTensorFormat(_ExtensionEnum):
+    """Order of the scales of blocks of 128."""
+
+    GEMM_READY = 0
+    COMPACT = 1
+    INVALID = 2
 
 
 class NVTE_Bias_Type(_ExtensionEnum):

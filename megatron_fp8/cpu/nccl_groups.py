@@ -104,8 +104,8 @@ class NcclGroups:
         peer = group_rank(arguments, group, role)
         call = look_at_message(arguments["tensor"], peer)
         assert peer is not None
-        ends = (group.rank(), peer) if role == "dst" else (peer, group.rank())
-        self._order.message(group, *ends, call, self._here.in_batch)
+        source, destination = (group.rank(), peer) if role == "dst" else (peer, group.rank())
+        self._order.message(group, source, destination, call, self._here.in_batch)
 
     def batched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`batch_isend_irecv`, whose messages NCCL sends together."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -159,8 +160,19 @@ def test_current_scaling_quantizes_the_rounded_result(name: str) -> None:
 
 
 def test_wrong_parameters_are_refused() -> None:
-    with pytest.raises(TypeError, match="beta1"):
-        tex.situglu(torch.ones(2, 4), None, 4.0)
+    for values, keywords in (((4.0, 25.0, 1.0), {}), ((4.0,), {"beta1": 4.0}), ((), {"limit": 7.0})):
+        with pytest.raises(TypeError, match="beta1"):
+            tex.situglu(torch.ones(2, 4), None, *values, **keywords)
+    with pytest.raises(TypeError, match="quantizer"):
+        tex.gelu(torch.ones(2, 4))
+
+
+def test_parameters_have_the_defaults_of_the_bindings() -> None:
+    y = tex.clamped_swiglu(torch.ones(1, 32), None)
+    assert y.tolist() == [[pytest.approx(2 / (1 + math.exp(-1.702)), rel=1e-6)] * 16]
+    x, dy = torch.randn(3, 8), torch.randn(3, 4)
+    explicit = tex.dsituglu(dy, x, None, 4.0, 25.0)
+    assert torch.equal(tex.dsituglu(grad=dy, fwd_input=x, quantizer=None), explicit)
 
 
 def test_not_finite_values_stay_visible() -> None:

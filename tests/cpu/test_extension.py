@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import pickle
 from pathlib import Path
-from typing import Union
+from typing import Any, Union
 
 import pytest
 
@@ -74,6 +75,46 @@ def test_enums_have_the_values_of_transformer_engine() -> None:
     assert tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend == -1
     assert tex.NVTE_QKV_Layout.NVTE_THD_THD_THD == 14
     assert tex.NVTE_QKV_Format.NVTE_THD == 2
+
+
+def bindings(kind: str) -> dict[str, list[str]]:
+    """Rows of `te_bindings.txt` by name: "def" rows hold arguments (`*`: by name from here), "enum" rows values."""
+    rows = [line.split() for line in (Path(__file__).parent / "te_bindings.txt").read_text().splitlines()]
+    return {row[1]: row[2:] for row in rows if row[0] == kind}
+
+
+def argument_list(function: Any) -> list[str]:
+    """Arguments of a stand-in as `te_bindings.txt` writes them."""
+    found = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind == parameter.KEYWORD_ONLY and "*" not in found:
+            found.append("*")
+        default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+        found.append(parameter.name + default)
+    return found
+
+
+@pytest.mark.parametrize("name", bindings("def"))
+def test_arguments_and_defaults_are_those_of_the_bindings(name: str) -> None:
+    """Nothing may pass here that pybind11 refuses there; what has no stand-in takes nothing at all."""
+    stand_in = getattr(tex, name)
+    if isinstance(stand_in, type):
+        with pytest.raises(NotImplementedError, match=name):
+            stand_in()
+    else:
+        assert argument_list(stand_in) == bindings("def")[name]
+
+
+def test_the_table_of_bindings_is_whole() -> None:
+    with_stand_in = [name for name in bindings("def") if not isinstance(getattr(tex, name), type)]
+    assert len(with_stand_in) == 50
+    assert len(bindings("enum")) == 15
+
+
+@pytest.mark.parametrize("name", bindings("enum"))
+def test_enums_have_the_names_and_values_of_the_bindings(name: str) -> None:
+    expected = dict(value.split("=") for value in bindings("enum")[name])
+    assert {member.name: str(int(member)) for member in getattr(tex, name)} == expected
 
 
 def test_pickled_enums_name_the_extension() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 te = pytest.importorskip("transformer_engine.pytorch")
+import transformer_engine_torch as tex  # noqa: E402
 from transformer_engine.pytorch.attention import rope as te_rope  # noqa: E402
 
 MAX_POSITIONS = 64
@@ -154,3 +155,19 @@ def test_joint_qkv_is_split_and_two_rotations(cp_size: int, tensor_format: str, 
     torch.autograd.backward(joint, grads)
     torch.autograd.backward(separate, grads)
     assert torch.equal(joint_input.grad, separate_input.grad)
+
+
+@pytest.mark.parametrize("rotated", [32, 16])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_results_are_contiguous_whatever_the_input_is(interleaved: bool, rotated: int) -> None:
+    freqs = torch.randn(64, 1, 1, rotated, device="cuda")
+    lengths = torch.tensor([0, 40, 64], dtype=torch.int32, device="cuda")
+    x = torch.randn(4, 64, 32, device="cuda").transpose(0, 1)
+    for function in (tex.fused_rope_forward, tex.fused_rope_backward):
+        packed = function(x, freqs, None, tex.NVTE_QKV_Format.NVTE_THD, interleaved, lengths, 1, 0)
+        assert packed.is_contiguous()
+        padded = function(
+            x.unsqueeze(1).transpose(2, 3).contiguous().transpose(2, 3),
+            *(freqs, None, tex.NVTE_QKV_Format.NVTE_SBHD, interleaved, None, 1, 0),
+        )
+        assert padded.is_contiguous()

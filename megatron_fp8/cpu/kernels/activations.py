@@ -8,6 +8,7 @@ time of theirs: forward 1.0 in FP32, 1.06 in BF16 (which theirs rounds twice), b
 0.64 of torch's, whose tanh is slow; backward 1.0.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -82,7 +83,7 @@ def _named(kernel: _Kernel, name: str, doc: str) -> _Kernel:
 
 
 def _unary_forward(name: str, activation: Activation) -> _Kernel:
-    def forward(input: torch.Tensor, quantizer: Any = None) -> Any:
+    def forward(input: torch.Tensor, quantizer: Any) -> Any:
         rows = _rows(input)
         out = torch.empty(rows.shape, dtype=accumulator_dtype(quantizer, input.dtype), device=input.device)
         for block in _row_blocks(*rows.shape):
@@ -108,43 +109,53 @@ def _unary_gradient(
 
 
 def _unary_backward(name: str, activation: Activation) -> _Kernel:
-    def backward(grad: torch.Tensor, input: torch.Tensor, quantizer: Any = None) -> Any:
-        dx = _unary_gradient(grad, input, activation, accumulator_dtype(quantizer, input.dtype))
-        return deliver(dx, input.dtype, quantizer)
+    def backward(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
+        dx = _unary_gradient(grad, fwd_input, activation, accumulator_dtype(quantizer, fwd_input.dtype))
+        return deliver(dx, fwd_input.dtype, quantizer)
 
     doc = f"""`dx = grad * d/dx ({activation.formula})`.
 
-    grad, input: `[..., n]`. Returns dx in input's shape and dtype, or quantized by `quantizer`.
+    grad, fwd_input: `[..., n]`. Returns dx in fwd_input's shape and dtype, or quantized by `quantizer`.
     """
     return _named(backward, name, doc)
 
 
 def _unary_backward_bias(name: str, activation: Activation) -> _Kernel:
-    def backward(grad: torch.Tensor, input: torch.Tensor, quantizer: Any = None) -> list[Any]:
-        dx = _unary_gradient(grad, input, activation, torch.float32)
+    def backward(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
+        dx = _unary_gradient(grad, fwd_input, activation, torch.float32)
         bias_gradient = _rows(dx).sum(dim=0).to(grad.dtype)
-        return [bias_gradient, deliver(dx, input.dtype, quantizer)]
+        return [bias_gradient, deliver(dx, fwd_input.dtype, quantizer)]
 
     doc = f"""`dx = grad * d/dx ({activation.formula})` and its sum over rows, taken in FP32 before rounding.
 
-    grad, input: `[..., n]`. Returns `[dbias, dx]`: dbias `[n]` in grad's dtype, dx in input's shape and dtype
+    grad, fwd_input: `[..., n]`. Returns `[dbias, dx]`: dbias `[n]` in grad's dtype, dx in fwd_input's shape and dtype
     or quantized by `quantizer`.
     """
     return _named(backward, name, doc)
 
 
-def _parameters(names: tuple[str, ...], values: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    parameters = dict(zip(names, values, strict=False)) | keywords
-    if set(parameters) != set(names) or len(values) > len(names):
-        raise TypeError(f"activation parameters {sorted(names)} expected, got {values} and {sorted(keywords)}")
-    return parameters
+def _parameters(defaults: dict[str, float], values: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+    given = dict(zip(defaults, values, strict=False))
+    if len(values) > len(defaults) or keywords.keys() - defaults.keys() or keywords.keys() & given.keys():
+        raise TypeError(f"activation parameters {list(defaults)} expected, got {values} and {sorted(keywords)}")
+    return defaults | given | keywords
+
+
+def _with_signature(kernel: _Kernel, defaults: dict[str, float]) -> _Kernel:
+    """`kernel` whose signature names the parameters of its activation."""
+    signature = inspect.signature(kernel)
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind not in kinds]
+    extra = [inspect.Parameter(name, own[0].kind, default=value) for name, value in defaults.items()]
+    kernel.__signature__ = signature.replace(parameters=[*own, *extra])  # type: ignore[attr-defined]
+    return kernel
 
 
 def _gated_forward(
-    name: str, gate: Activation, linear: Activation | None = None, names: tuple[str, ...] = ()
+    name: str, gate: Activation, linear: Activation | None = None, defaults: dict[str, float] | None = None
 ) -> _Kernel:
-    def forward(input: torch.Tensor, quantizer: Any = None, *values: Any, **keywords: Any) -> Any:
-        parameters = _parameters(names, values, keywords)
+    def forward(input: torch.Tensor, quantizer: Any, *values: Any, **keywords: Any) -> Any:
+        parameters = _parameters(defaults or {}, values, keywords)
         rows = _rows(input)
         half = rows.shape[1] // 2
         dtype = accumulator_dtype(quantizer, input.dtype)
@@ -159,21 +170,21 @@ def _gated_forward(
     doc = f"""`y = f(a) * g(b)`, `[a, b]` the halves of the last axis, `f(x) = {gate.formula}`,
     `g(x) = {linear.formula if linear else "x"}`.
 
-    input: `[..., 2n]` FP32, BF16 or FP16; parameters after `quantizer`: {", ".join(names) or "none"}.
+    input: `[..., 2n]` FP32, BF16 or FP16; parameters after `quantizer`: {", ".join(defaults or ["none"])}.
     Returns y `[..., n]` in input's dtype, or quantized by `quantizer`.
     """
-    return _named(forward, name, doc)
+    return _with_signature(_named(forward, name, doc), defaults or {})
 
 
 def _gated_backward(
-    name: str, gate: Activation, linear: Activation | None = None, names: tuple[str, ...] = ()
+    name: str, gate: Activation, linear: Activation | None = None, defaults: dict[str, float] | None = None
 ) -> _Kernel:
-    def backward(grad: torch.Tensor, input: torch.Tensor, quantizer: Any = None, *values: Any, **keywords: Any) -> Any:
-        parameters = _parameters(names, values, keywords)
-        rows, grad_rows = _rows(input), _rows(grad)
+    def backward(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any, *values: Any, **keywords: Any) -> Any:
+        parameters = _parameters(defaults or {}, values, keywords)
+        rows, grad_rows = _rows(fwd_input), _rows(grad)
         half = rows.shape[1] // 2
-        dtype = accumulator_dtype(quantizer, input.dtype)
-        out = torch.empty(rows.shape, dtype=dtype, device=input.device)
+        dtype = accumulator_dtype(quantizer, fwd_input.dtype)
+        out = torch.empty(rows.shape, dtype=dtype, device=fwd_input.device)
         for block in _row_blocks(*rows.shape):
             x, dy = rows[block].float(), grad_rows[block].float()
             b = x[:, half:]
@@ -185,15 +196,15 @@ def _gated_backward(
             right, right_slope = linear.value_and_slope(b, **parameters)
             _store_product(out[block, half:], value.mul_(dy), right_slope)
             _store_product(out[block, :half], slope.mul_(dy), right)
-        return deliver(out.view(input.shape), input.dtype, quantizer)
+        return deliver(out.view(fwd_input.shape), fwd_input.dtype, quantizer)
 
     doc = f"""Gradient of `f(a) * g(b)`, `f(x) = {gate.formula}`, `g(x) = {linear.formula if linear else "x"}`.
 
-    grad: `[..., n]`; input: `[..., 2n]`; parameters after `quantizer`: {", ".join(names) or "none"}.
-    Returns `[grad * f'(a) * g(b), grad * f(a) * g'(b)]` along the last axis, in input's shape and dtype, or
+    grad: `[..., n]`; fwd_input: `[..., 2n]`; parameters after `quantizer`: {", ".join(defaults or ["none"])}.
+    Returns `[grad * f'(a) * g(b), grad * f(a) * g'(b)]` along the last axis, in fwd_input's shape and dtype, or
     quantized by `quantizer`.
     """
-    return _named(backward, name, doc)
+    return _with_signature(_named(backward, name, doc), defaults or {})
 
 
 def _unary(name: str, activation: Activation) -> tuple[_Kernel, _Kernel, _Kernel]:
@@ -220,8 +231,11 @@ reglu, dreglu = _gated("reglu", math.RELU)
 sreglu, dsreglu = _gated("sreglu", math.SRELU)
 swiglu, dswiglu = _gated("swiglu", math.SILU)
 
-_SITU = (math.SITU_GATE, math.SITU_LINEAR, ("beta1", "beta2"))
+_SITU = (math.SITU_GATE, math.SITU_LINEAR, {"beta1": 4.0, "beta2": 25.0})
 situglu, dsituglu = _gated_forward("situglu", *_SITU), _gated_backward("dsituglu", *_SITU)
-_CLAMPED = (math.CLAMPED_SWISH, math.CLAMPED_LINEAR, ("limit", "alpha", "glu_linear_offset"))
+_CLAMPED = (
+    *(math.CLAMPED_SWISH, math.CLAMPED_LINEAR),
+    {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0},
+)
 clamped_swiglu = _gated_forward("clamped_swiglu", *_CLAMPED)
 clamped_dswiglu = _gated_backward("clamped_dswiglu", *_CLAMPED)

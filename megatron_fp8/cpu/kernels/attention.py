@@ -35,21 +35,23 @@ from megatron_fp8.cpu.kernels.dtypes import torch_dtype
 __all__ = ["fused_attn_bwd", "fused_attn_fwd", "get_fused_attn_backend"]
 
 
-def get_fused_attn_backend(params: Any) -> tuple[NVTE_Fused_Attn_Backend, str]:
+def get_fused_attn_backend(fused_attn_params: Any) -> tuple[NVTE_Fused_Attn_Backend, str]:
     """The sub-backend for TE's `FusedAttentionParams`, and why there is none.
 
     FP32, BF16 and FP16 with any mask, window, dropout, grouped or multi-query heads and every layout except
     paged KV caches are taken. TE runs its unfused path for what is refused: FP8 attention, biases, softmax
     with an offset, and the maximum logit.
     """
-    layout = NVTE_QKV_Layout(int(params.qkv_layout)).name
-    dtype = torch_dtype(params.qkv_dtype)
+    layout = NVTE_QKV_Layout(int(fused_attn_params.qkv_layout)).name
+    dtype = torch_dtype(fused_attn_params.qkv_dtype)
     refusals = {
         f"qkv dtype {dtype}": dtype not in (torch.float32, torch.bfloat16, torch.float16),
-        f"bias type {params.bias_type!r}": int(params.bias_type) != NVTE_Bias_Type.NVTE_NO_BIAS,
-        f"softmax type {params.softmax_type!r}": (int(params.softmax_type) != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX),
+        f"bias type {fused_attn_params.bias_type!r}": int(fused_attn_params.bias_type) != NVTE_Bias_Type.NVTE_NO_BIAS,
+        f"softmax type {fused_attn_params.softmax_type!r}": (
+            int(fused_attn_params.softmax_type) != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
+        ),
         f"qkv layout {layout}": "Paged" in layout,
-        "return_max_logit": bool(params.return_max_logit),
+        "return_max_logit": bool(fused_attn_params.return_max_logit),
     }
     reasons = [reason for reason, refused in refusals.items() if refused]
     if reasons:

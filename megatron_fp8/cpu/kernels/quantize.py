@@ -99,7 +99,7 @@ def dequantize(input: Any, otype: Any) -> Tensor:
 
 
 def create_empty_quantized_tensor(
-    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False
+    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
 ) -> Any:
     """A quantised tensor of nominal `dtype` with undefined values and the usages of `quantizer`."""
     del pin_memory
@@ -132,7 +132,7 @@ def split_quantize(
     return multi_tensor_quantize(tensor.split(list(split_sections)), quantizer_list)
 
 
-def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
+def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor | None) -> Tensor:
     """Columnwise bytes `[last, *rest]` of rowwise bytes `[*rest, last]`, as a view.
 
     `out` is the caller's former transpose, and is not written: it may be a view of other bytes.
@@ -141,7 +141,7 @@ def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor | None = None) -> Te
     return float8.columnwise_view(input)
 
 
-def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
+def swap_first_dims(tensor: Tensor, *, out: Tensor | None) -> Tensor:
     """`[a, b, *rest]` as contiguous `[b, a, *rest]`, written to `out` if given."""
     swapped = tensor.transpose(0, 1)
     return swapped.contiguous() if out is None else out.copy_(swapped)

@@ -119,7 +119,7 @@ def _rotated(x: Tensor, rotation: _Rotation) -> Tensor:
     """Contiguous, of x's dtype: the first r features of `[..., d]` rotated, the others copied."""
     rotated = rotation.cos.shape[-1]
     turned = rotation.turned(x[..., :rotated]).to(x.dtype)
-    return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
+    return turned.contiguous() if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
 
 
 def fused_rope_forward(

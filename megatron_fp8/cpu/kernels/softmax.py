@@ -1,7 +1,8 @@
 """Scaled and masked softmax of `transformer_engine_torch`, which TE's unfused attention uses.
 
 Owns the softmax over scores `[b, h, sq, sk]` (or `[b * h, sq, sk]` for the upper-triangular form); such tensors exist
-only on TE's unfused path. Arithmetic is FP32 and rounded once. Must not know attention.
+only on TE's unfused path. Arithmetic is FP32 and rounded once; what TE's kernels refuse is refused. Must not know
+attention.
 """
 
 import torch
@@ -20,16 +21,43 @@ __all__ = [
 
 # TE's kernel replaces masked scores by this and gives zeros where a whole row is masked.
 _MASKED_SCORE = -10000.0
+_MOST_KEYS = 16384
+
+
+def _check_scores(scores: Tensor, axes: int, rows: int = 0, mask: Tensor | None = None) -> None:
+    """Raise RuntimeError for scores that TE's kernels refuse (its `softmax.cpp`).
+
+    axes: how many they must have; rows: the smallest number of queries, with which keys must be a multiple of 8.
+    """
+    if scores.dim() != axes:
+        raise RuntimeError(f"expected {axes}D tensor, got {scores.dim()}D")
+    if scores.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError(f"Only fp16 and bf16 are supported, got {scores.dtype}")
+    queries, keys = scores.shape[-2:]
+    if keys > _MOST_KEYS:
+        raise RuntimeError(f"Key sequence length must be {_MOST_KEYS} or less, got {keys}")
+    if rows and keys % 8:
+        raise RuntimeError(f"Key sequence length must be divisible by 8, got {keys}")
+    if queries < rows:
+        raise RuntimeError(f"Query sequence length must be {rows} or more, got {queries}")
+    if mask is not None and (
+        mask.dim() != axes or mask.shape[0] not in (1, scores.shape[0]) or mask.shape[1:] != (1, queries, keys)
+    ):
+        raise RuntimeError(f"mask of shape {list(mask.shape)} does not fit scores of shape {list(scores.shape)}")
 
 
 def _backward(output_grads: Tensor, softmax_results: Tensor, scale: float) -> Tensor:
     """`scale * y * (dy - sum(dy * y))` over the last axis, in the dtype of output_grads."""
+    for tensor in (output_grads, softmax_results):
+        if tensor.dtype not in (torch.float16, torch.bfloat16):
+            raise RuntimeError(f"Only fp16 and bf16 are supported, got {tensor.dtype}")
     gradient = torch._softmax_backward_data(output_grads.float(), softmax_results.float(), -1, torch.float32)
     return gradient.mul_(scale).to(output_grads.dtype)
 
 
 def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
-    """`softmax(scale * x)` over the last axis; any shape, FP32, BF16 or FP16, result in the same dtype."""
+    """`softmax(scale * x)` over the last axis; `[b, h, sq, sk]`, BF16 or FP16, result in the same dtype."""
+    _check_scores(input, 4, rows=2)
     return torch.softmax(input.float() * scale_factor, dim=-1).to(input.dtype)
 
 
@@ -43,6 +71,7 @@ def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: flo
 
     input: `[b, h, sq, sk]`; mask: `[b or 1, 1, sq, sk]` bool or uint8, true where masked.
     """
+    _check_scores(input, 4, rows=2, mask=mask)
     masked = mask.bool()
     scores = (input.float() * scale_factor).masked_fill_(masked, _MASKED_SCORE)
     result = torch.softmax(scores, dim=-1).masked_fill_(masked.all(dim=-1, keepdim=True), 0.0)
@@ -67,6 +96,7 @@ def _causal_softmax(input: Tensor, scale: float) -> Tensor:
 
 def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
     """Causal `softmax(scale * x)`, exactly 0 above the diagonal; input: `[b * h, s, s]`."""
+    _check_scores(input, 3)
     return _causal_softmax(input, scale_factor)
 
 
@@ -79,6 +109,7 @@ def scaled_upper_triang_masked_softmax_backward(
 
 def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
     """Causal `softmax(scale * x)` with the diagonal at the bottom right; input: `[b, h, sq, sk]`."""
+    _check_scores(input, 4, rows=1)
     return _causal_softmax(input, scale_factor)
 
 
