@@ -108,7 +108,7 @@ class FieldSpec:
 
 
 def _show_bound(name: str, limit: float) -> str:
-    return f"{_TEXT_OF_BOUND[name]} {f'{limit:,}' if isinstance(limit, int) else f'{limit:g}'}"
+    return f"{_TEXT_OF_BOUND[name]} {f'{limit:,}' if isinstance(limit, int) else f'{limit:.8g}'}"
 
 
 def _has_why(limit: float) -> TypeGuard[WholeLimit | RealLimit]:

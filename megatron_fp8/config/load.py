@@ -7,6 +7,7 @@ of the config that looks at the environment. Imports no torch.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -192,7 +193,7 @@ def _schema_problems(error: ValidationError, source: Source, wrong: set[str], pa
         spec = fields[key]
         if key in source.values and key not in wrong:
             written = source.values[key]
-            is_number = isinstance(detail["input"], int | float)
+            is_number = isinstance(detail["input"], int | float) and math.isfinite(detail["input"])
             reason = (spec.beyond(detail["input"]) if is_number else None) or f"not {spec.description}"
             yield Problem(key, written.text, reason, spec.description, written.origin)
         elif key not in source.values and not source.unreadable:

@@ -58,7 +58,7 @@ def parse_blend(entries: Sequence[str]) -> Blend:
     for prefix, weight in zip(blend.prefixes, blend.weights or (), strict=False):
         if not 1 / _MOST_WEIGHT <= weight <= _MOST_WEIGHT:
             use = f"use a positive weight, from {1 / _MOST_WEIGHT:g} to {_MOST_WEIGHT:g}, or leave it out"
-            raise BlendError(f"the weight of {prefix} is {weight:g}", use)
+            raise BlendError(f"the weight of {prefix} is {weight}", use)
     return blend
 
 

@@ -170,7 +170,7 @@ def test_help_lists_every_key_with_its_default(capfd: pytest.CaptureFixture[str]
     for key, spec in config_fields().items():
         assert f"{key} {spec.description}" in text
         assert spec.doc in text
-    assert "training.seed a whole number, at least 0 [1234]" in text
+    assert "training.seed a whole number, at least 0 and at most 4,294,967,295 [1234]" in text
 
 
 def test_one_rank_speaks_and_all_end(

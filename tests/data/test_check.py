@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_fp8.config.places import place_problems
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data import inspect
 from megatron_fp8.data.check import check_data
@@ -141,4 +142,4 @@ def test_what_was_not_looked_at_is_said(
 def test_a_cache_that_is_a_file_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config = make_config(train_data_path=[write(tmp_path / "a", [100])], data_cache_path=str(tmp_path / "file"))
-    assert [problem.key for problem in check_data(config).problems] == ["data.data_cache_path"]
+    assert [problem.key for problem in place_problems(config)] == ["data.data_cache_path"]
