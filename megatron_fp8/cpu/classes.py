@@ -99,7 +99,7 @@ def _typed(original: Any, on_host: bool) -> Any:
 
     class Typed(type):
         def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, original) and is_on_host(instance) == on_host  # type: ignore[arg-type]
+            return isinstance(instance, original) and is_on_host(instance) == on_host
 
         def __getattr__(cls, name: str) -> Any:
             return getattr(original, name)
@@ -136,6 +136,6 @@ def _patch_default_device() -> None:
             return torch.device("cpu")
         return cuda_device() if is_cuda_device(device) and device.index is None else device
 
-    _device.DeviceContext.__enter__ = enter_ours  # type: ignore[method-assign,assignment]
-    _device.DeviceContext.__exit__ = leave_ours  # type: ignore[method-assign,assignment]
+    _device.DeviceContext.__enter__ = enter_ours  # type: ignore[method-assign]
+    _device.DeviceContext.__exit__ = leave_ours  # type: ignore[method-assign]
     torch.get_default_device = get_default_device

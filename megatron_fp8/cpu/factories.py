@@ -232,7 +232,7 @@ def _patch_classes_of_tensors() -> None:
         device = kwargs.get("device")
         kwargs.pop("pin_memory", None)
         if not is_cuda_device(device):
-            made = make_wrapper(cls, size, *args, **kwargs)
+            made: torch.Tensor = make_wrapper(cls, size, *args, **kwargs)
             return put_on_host(made) if device is None or is_host_device(device) else made
         kwargs["device"] = _HOST
         return make_wrapper(cls, size, *args, **kwargs)
@@ -246,7 +246,7 @@ def _patch_classes_of_tensors() -> None:
         return new_parameter(cls, data, requires_grad)
 
     torch.Tensor._make_wrapper_subclass = staticmethod(wrapper)  # type: ignore[method-assign,assignment]
-    torch.nn.Parameter.__new__ = staticmethod(parameter)  # type: ignore[method-assign,assignment]
+    torch.nn.Parameter.__new__ = staticmethod(parameter)  # type: ignore[method-assign]
 
 
 def patch_factories() -> None:

@@ -99,7 +99,7 @@ def call_on_gpu(name: str, function: Callable[..., Any], args: Any, kwargs: Mapp
 def patch_generators() -> None:
     """Make the host's default generator `HOST`, seeded as the GPU's is, and look at generators given to draws."""
     HOST.manual_seed(GPU.initial_seed())
-    torch.default_generator = torch.random.default_generator = HOST  # type: ignore[attr-defined]
+    torch.default_generator = torch.random.default_generator = HOST
     for name in _METHODS:
         setattr(torch.Tensor, name, _expecting_gpus(getattr(torch.Tensor, name)))
     for name in ("bernoulli", "multinomial", "poisson"):

@@ -15,10 +15,7 @@ from megatron_fp8.cpu.placement import HostTensor, is_on_host, put_on_host, tens
 
 def _of_the_host(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
     # Other names for them: a gradient of the GPU may be the same tensor.
-    return tuple(
-        each.as_subclass(HostTensor) if type(each) is torch.Tensor else each  # type: ignore[arg-type]
-        for each in gradients
-    )
+    return tuple(each.as_subclass(HostTensor) if type(each) is torch.Tensor else each for each in gradients)
 
 
 def patch_gradients() -> None:
@@ -44,5 +41,5 @@ def patch_gradients() -> None:
                     break
         return results
 
-    torch.autograd.grad = gradients
+    torch.autograd.grad = gradients  # type: ignore[assignment]
     torch.autograd.Function.apply = classmethod(apply_)  # type: ignore[method-assign,assignment]

@@ -3,7 +3,9 @@
 Knows the order in which the parts go in, and where Transformer Engine looks for its compiled extension. What the
 parts do is in their files, and no part may import Transformer Engine or Megatron Core.
 
-COST
+Cost, measured on one thread of a shared Xeon with torch 2.13: a patched factory takes 1.5 microseconds longer,
+`Tensor.to` 0.25, `Tensor.device` and `is_cuda` 0.2, a call of a kernel 1; operations on GPU tensors are untouched. An
+operation on host tensors takes 7 longer, an attribute of one 2.
 """
 
 from __future__ import annotations

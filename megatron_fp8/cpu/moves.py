@@ -155,7 +155,9 @@ def _patch_answers() -> None:
         return gpus[streams.current_device()]
 
     def is_cuda(self: torch.Tensor) -> bool:
-        return unplaced_device(self) == host and ON_HOST not in self.__dict__
+        real = unplaced_device(self)
+        # Under a mode (`with torch.device(...)`) torch asks `device` above.
+        return (real == host and ON_HOST not in self.__dict__) or real.type == "cuda"
 
     def get_device(self: torch.Tensor) -> int:
         return streams.current_device() if self.is_cuda else -1
@@ -167,7 +169,7 @@ def _patch_answers() -> None:
     torch.Tensor.is_cuda = property(is_cuda)  # type: ignore[assignment]
     torch.Tensor.is_cpu = property(lambda self: self.device.type == "cpu")  # type: ignore[assignment]
     torch.Tensor.get_device = get_device  # type: ignore[assignment]
-    torch.get_device = get_device
+    torch.get_device = get_device  # type: ignore[assignment]
     torch.Tensor.record_stream = record_stream  # type: ignore[assignment]
 
 
@@ -216,11 +218,12 @@ def _patch_waits() -> None:
 
 def _patch_assignments() -> None:
     """`x.data = y` moves x to where y is; `x.grad = y` needs y to be where x is."""
-    data, grad = torch._C.TensorBase.data, torch._C.TensorBase.grad
+    data: Any = torch._C.TensorBase.data
+    grad: Any = torch._C.TensorBase.grad
 
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            data.__set__(self, value)  # type: ignore[attr-defined]
+            data.__set__(self, value)
         if real_device(value).type == "cpu" and is_on_host(self) != is_on_host(value):
             put(self, is_on_host(value))
 
@@ -231,10 +234,10 @@ def _patch_assignments() -> None:
                 "assigned grad has data located on a different device"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            grad.__set__(self, value)  # type: ignore[attr-defined]
+            grad.__set__(self, value)
 
-    torch.Tensor.data = property(data.__get__, set_data)  # type: ignore[assignment,attr-defined]
-    torch.Tensor.grad = property(grad.__get__, set_grad, grad.__delete__)  # type: ignore[assignment,attr-defined]
+    torch.Tensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
+    torch.Tensor.grad = property(grad.__get__, set_grad, grad.__delete__)  # type: ignore[assignment]
 
 
 def patch_moves() -> None:

@@ -16,20 +16,20 @@ import torch
 ON_HOST = "_on_host"
 _HOST = torch.device("cpu")
 # Torch's own answer: "cpu" for the host's and the GPU's. Not for host tensors: torch asks their class for attributes.
-unplaced_device: Callable[[torch.Tensor], torch.device] = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+unplaced_device: Callable[[torch.Tensor], torch.device] = torch._C.TensorBase.device.__get__
 
 
 class HostTensor(torch.Tensor):
     """A tensor in host memory, pinned or not."""
 
-    device = property(lambda self: _HOST)  # type: ignore[assignment]  # noqa: ARG005
-    is_cuda = property(lambda self: False)  # type: ignore[assignment]  # noqa: ARG005
-    is_cpu = property(lambda self: True)  # type: ignore[assignment]  # noqa: ARG005
+    device = property(lambda self: _HOST)  # noqa: ARG005
+    is_cuda = property(lambda self: False)  # noqa: ARG005
+    is_cpu = property(lambda self: True)  # noqa: ARG005
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As torch's own class: a file says nothing of this one.
         with torch._C.DisableTorchFunctionSubclass():
-            return self._reduce_ex_internal(protocol)  # type: ignore[attr-defined]
+            return self._reduce_ex_internal(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) in memo:
@@ -37,16 +37,16 @@ class HostTensor(torch.Tensor):
             return found
         put_on_gpu(self)
         try:
-            copy = torch.Tensor.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
+            copy = torch.Tensor.__deepcopy__(self, memo)
         finally:
             put_on_host(self)
         return put_on_host(copy)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         # Torch's text begins with the name of a subclass, and names the device of all that is not the host's.
         put_on_gpu(self)
         try:
-            text: str = torch._tensor_str._str(self, tensor_contents=tensor_contents)
+            text: str = torch._tensor_str._str(self)
         finally:
             put_on_host(self)
         return re.sub(r", device='cuda:\d+'", "", text)
@@ -55,20 +55,24 @@ class HostTensor(torch.Tensor):
 class HostParameter(HostTensor, torch.nn.Parameter):
     """A parameter in host memory."""
 
-    __deepcopy__ = torch.nn.Parameter.__deepcopy__  # type: ignore[assignment]
-    __reduce_ex__ = torch.nn.Parameter.__reduce_ex__  # type: ignore[assignment]
+    __deepcopy__ = torch.nn.Parameter.__deepcopy__
+    __reduce_ex__ = torch.nn.Parameter.__reduce_ex__
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> HostParameter:
         made: HostParameter = torch.Tensor._make_subclass(cls, torch.empty(0) if data is None else data, requires_grad)
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return "Parameter containing:\n" + HostTensor.__repr__(self, tensor_contents=tensor_contents)
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "Parameter containing:\n" + HostTensor.__repr__(self)
 
 
 def real_device(tensor: torch.Tensor) -> torch.device:
     """Where the memory of `tensor` is: "cpu" for the host's and the emulated GPU's, else "meta" or the like."""
-    return _HOST if isinstance(tensor, HostTensor) else unplaced_device(tensor)
+    if isinstance(tensor, HostTensor):
+        return _HOST
+    device = unplaced_device(tensor)
+    # Under a mode (`with torch.device(...)`) torch asks the class here, too.
+    return _HOST if device.type == "cuda" else device
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
@@ -132,14 +136,14 @@ def two_devices(operation: str, index: int = 0) -> RuntimeError:
     )
 
 
-def expect_on_gpu(operation: str, *values: Any) -> None:
+def expect_on_gpu(operation: str, *values: Any, empty: bool = True) -> None:
     """Raise CUDA's error where one of the tensors in `values` is the host's: in nested lists and tuples too, and among
-    what Transformer Engine's quantised tensors are made of."""
+    what Transformer Engine's quantised tensors are made of. `empty`: those without elements, too."""
     for position, value in enumerate(values):
         if isinstance(value, (torch.Tensor, list, tuple)):
             for tensor in tensors_in((value,)):
-                if is_on_host(tensor):
+                if is_on_host(tensor) and (empty or tensor.numel()):
                     raise two_devices(f"argument {position} of {operation}")
         parts = parts_of(value)
         if parts:
-            expect_on_gpu(f"argument {position} of {operation}", *parts)
+            expect_on_gpu(f"argument {position} of {operation}", *parts, empty=empty)

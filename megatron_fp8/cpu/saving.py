@@ -44,7 +44,7 @@ def _wanted(location: Any) -> Any:
 
 def patch_saving() -> None:
     """Mark storages where tensors are taken apart, and tensors where they are put together."""
-    reduce = torch.Tensor._reduce_ex_internal  # type: ignore[attr-defined]
+    reduce = torch.Tensor._reduce_ex_internal
     rebuild: Callable[..., torch.Tensor] = torch._utils._rebuild_tensor
     original_load = torch.load
 
@@ -67,7 +67,7 @@ def patch_saving() -> None:
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         return original_load(f, _wanted(map_location), *args, **kwargs)
 
-    torch.Tensor._reduce_ex_internal = reduce_ex_internal  # type: ignore[attr-defined]
+    torch.Tensor._reduce_ex_internal = reduce_ex_internal  # type: ignore[method-assign]
     torch._utils._rebuild_tensor = rebuild_tensor
     torch.load = load
     torch.serialization.register_package(_PRIORITY, _tag, _restore)

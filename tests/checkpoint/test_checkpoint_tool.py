@@ -202,8 +202,8 @@ def test_one_element_that_differs_is_found(runs: Path, capsys: pytest.CaptureFix
     stored = content[piece.start : piece.start + piece.num_bytes]
     whole = torch.load(io.BytesIO(bytes(stored)), weights_only=True)
     number = whole.flatten()[77:78].clone()
-    at = piece.start + bytes(stored).index(whole.flatten()[70:90].numpy().tobytes()) + 4 * 7
-    content[at : at + 4] = (number * 2).numpy().tobytes()
+    at = piece.start + bytes(stored).index(whole.flatten()[70:90].cpu().numpy().tobytes()) + 4 * 7
+    content[at : at + 4] = (number * 2).cpu().numpy().tobytes()
     (copy / piece.file).write_bytes(content)
     code, found = call_json(capsys, "diff", path, copy)
     assert code == 1

@@ -275,5 +275,5 @@ def _hash(value: Any) -> str:
     if hasattr(value, "_quantizer"):
         return f"{_hash(value._data)} {_hash(value._scale_inv)}"
     plain = value.detach().contiguous().reshape(-1)
-    content = plain.view(torch.uint8).numpy().tobytes()
+    content = plain.view(torch.uint8).cpu().numpy().tobytes()
     return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"

@@ -229,7 +229,7 @@ def test_saved_bytes_that_are_overwritten_before_backward_are_an_error() -> None
 def _scale_inv_of_a_rank() -> float:
     group, peak = torch.distributed.group.WORLD, 1.0 + 2.5 * torch.distributed.get_rank()
     quantizer = current(with_amax_reduction=True, amax_reduction_group=group)
-    return tex.quantize(torch.tensor([peak, 0.5]), quantizer)._scale_inv.item()
+    return tex.quantize(torch.tensor([peak, 0.5], device="cuda"), quantizer)._scale_inv.item()
 
 
 def test_current_scaling_reduces_the_amax_over_its_group() -> None:

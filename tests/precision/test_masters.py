@@ -66,7 +66,7 @@ def follow(parts) -> dict[str, Any]:
     fused, weights = parts.optimizer.optimizer, parameters(parts)
 
     def flat(tensor: Any) -> Array:
-        return tensor.detach().float().view(-1).numpy().copy()
+        return tensor.detach().float().view(-1).cpu().numpy().copy()
 
     decays = {id(master): group["weight_decay"] for group in fused.param_groups for master in group["params"]}
     after_reduction(parts, lambda: seen.append([flat(p.main_grad) for p in weights]))
@@ -106,7 +106,7 @@ def moments(fused: Any, parameter: Any) -> tuple[Array, Array]:
     if not state:
         zero = np.zeros(parameter.numel(), SINGLE)
         return zero, zero
-    return state["exp_avg"].view(-1).numpy().copy(), state["exp_avg_sq"].view(-1).numpy().copy()
+    return state["exp_avg"].view(-1).cpu().numpy().copy(), state["exp_avg_sq"].view(-1).cpu().numpy().copy()
 
 
 @pytest.mark.parametrize(("mode", "distributed"), [("bf16", True), ("fp16", True), ("fp8", True), ("fp16", False)])

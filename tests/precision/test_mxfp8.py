@@ -19,7 +19,7 @@ def rounded(x: torch.Tensor, axis: int) -> torch.Tensor:
     The scale is the smallest power of two with which the block's largest element fits (TE; the OCP specification
     rounds it down, and lets that element saturate).
     """
-    matrix = x.detach().float().numpy()
+    matrix = x.detach().float().cpu().numpy()
     matrix = matrix if axis == 1 else matrix.T
     blocks = matrix.reshape(matrix.shape[0], -1, BLOCK)
     needed = np.abs(blocks).max(axis=2, keepdims=True) * (np.float32(1) / LARGEST)

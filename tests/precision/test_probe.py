@@ -87,7 +87,7 @@ def _measure(config: Config, shadow: bool) -> Caught:
     tensors: dict[str, list[np.ndarray]] = {}
 
     def catch(name: str, tensor: torch.Tensor) -> None:
-        tensors.setdefault(name, []).append(tensor.detach().float().reshape(-1, tensor.shape[-1]).numpy().copy())
+        tensors.setdefault(name, []).append(tensor.detach().float().reshape(-1, tensor.shape[-1]).cpu().numpy().copy())
 
     def hook(name: str) -> Callable[..., None]:
         def caught(module: Any, inputs: tuple, output: Any) -> None:
