@@ -55,11 +55,12 @@ def logits_of(directories: list[Path], tokens: list[Any]) -> list[Any]:
         initialize_rng_tracker(force_reset=True)
         parts = make_parts(Config.model_validate(saved), None)
         parts.checkpointer.load(checkpoints.path(iteration), IntervalLoss(parts.device.torch_device), weights_only=True)
-        positions = torch.arange(inputs.shape[1]).expand(inputs.shape)
+        device = parts.device.torch_device
+        positions = torch.arange(inputs.shape[1], device=device).expand(inputs.shape)
         with torch.no_grad():
-            logits = parts.chunks[0].module(inputs, positions)
+            logits = parts.chunks[0].module(inputs.to(device), positions)
         assert logits.dtype == torch.float32
-        found.append(logits[..., : parts.layout.vocab_size].transpose(0, 1).clone())
+        found.append(logits[..., : parts.layout.vocab_size].transpose(0, 1).cpu())
         parallel_state.destroy_model_parallel()
     return found
 
