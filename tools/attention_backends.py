@@ -5,7 +5,7 @@
 
 TE's own selection (`get_attention_backend`) runs with compute capability 9.0 and the installed cuDNN's version. What it
 asks its library is answered by that library, in a process that `tools/emulated_gpu.c` gives a GPU to be asked about.
-Needs the packages of docker/gpu.lock, and gcc.
+Needs the packages of locks/gpu.lock, and gcc.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}")
     settings = parser.parse_args()
     if (lacking := missing()) is not None:
-        parser.error(f"{lacking} is missing: install docker/gpu.lock")
+        parser.error(f"{lacking} is missing: install locks/gpu.lock")
     from megatron_fp8 import cpu
 
     cpu.install()
@@ -280,4 +280,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(answer() if sys.argv[1:] == [_ANSWER] else main())
+    if sys.argv[1:] == [_ANSWER]:
+        answer()
+    else:
+        sys.exit(main())

@@ -3,7 +3,7 @@
     python tools/library_order.py               as the image is: no CUDA toolkit, the packages' libraries in the cache
     python tools/library_order.py --beside DIR  with other libraries in the loader's path, as of a toolkit
 
-Runs with the packages of the image (docker/gpu.lock), as root: each order is a process in a mount namespace, in which
+Runs with the packages of the image (locks/gpu.lock), as root: each order is a process in a mount namespace, in which
 /usr/local/cuda is empty and the loader's cache is made anew. Torch and Transformer Engine's library are the real ones;
 neither needs a driver to be loaded. Exit code 1 where an order fails or a library is there twice or from elsewhere.
 """
@@ -81,7 +81,7 @@ def main() -> int:
     parser.add_argument("--beside", type=Path, action="append", default=[], metavar="DIR", help="other libraries")
     settings = parser.parse_args()
     if not (PACKAGES / "transformer_engine" / "wheel_lib").is_dir():
-        parser.error(f"{PACKAGES} has no library of Transformer Engine: install docker/gpu.lock")
+        parser.error(f"{PACKAGES} has no library of Transformer Engine: install locks/gpu.lock")
     results = {order: load(order, settings.beside) for order in ORDERS}
     for order, (well, text) in results.items():
         print(f"{order}: {'ok' if well else 'FAULT'}: {text}")

@@ -13,7 +13,7 @@ from tools import attention_backends, library_order
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_libraries = pytest.mark.skipif(
-    attention_backends.missing() is not None, reason="the GPU image's packages are not installed (docker/gpu.lock)"
+    attention_backends.missing() is not None, reason="the GPU image's packages are not installed (locks/gpu.lock)"
 )
 
 
