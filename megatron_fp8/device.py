@@ -61,7 +61,7 @@ class Device:
 
         Any thread may ask, whatever its current device is; it does not wait for the device.
         """
-        return bool(torch.cuda.default_stream(self.torch_device if self.torch_device.type == "cuda" else None).query())
+        return bool(torch.cuda.default_stream(self.torch_device).query())
 
     def is_first_of_node(self) -> bool:
         """Whether this process is the first that the launcher started on its node."""
@@ -127,7 +127,5 @@ def prepare() -> Device:
     emulated = cpu.install()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(local_rank)
-    if emulated:
-        return Device(torch.device("cuda", local_rank), True, "nccl", cpu.describe())
-    description = f"{torch.cuda.get_device_name(local_rank)}; {cpu.describe()}"
-    return Device(torch.device("cuda", local_rank), False, "nccl", description)
+    description = cpu.describe() if emulated else f"{torch.cuda.get_device_name(local_rank)}; {cpu.describe()}"
+    return Device(torch.device("cuda", local_rank), emulated, "nccl", description)

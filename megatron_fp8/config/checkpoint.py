@@ -8,10 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from megatron_fp8.config.base import Section
-from megatron_fp8.config.limits import (
-    MOST_MINUTES,
-    MOST_STEPS,
-)
+from megatron_fp8.config.limits import MOST_MINUTES, MOST_STEPS
 from megatron_fp8.config.place import Place
 
 

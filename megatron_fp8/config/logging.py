@@ -5,9 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatron_fp8.config.base import Section
-from megatron_fp8.config.limits import (
-    MOST_STEPS,
-)
+from megatron_fp8.config.limits import MOST_STEPS
 from megatron_fp8.config.place import Place
 
 

@@ -3,9 +3,7 @@
 from pydantic import Field
 
 from megatron_fp8.config.base import Section
-from megatron_fp8.config.limits import (
-    MOST_STEPS,
-)
+from megatron_fp8.config.limits import MOST_STEPS
 
 
 class ProfileConfig(Section):

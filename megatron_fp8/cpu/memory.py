@@ -100,8 +100,7 @@ class Counter:
         key = storage._cdata
         if key in self._sizes:
             return
-        size = -(-storage.nbytes() // _ROUNDED_TO) * _ROUNDED_TO
-        self._sizes[key] = size
+        size = self._sizes[key] = _allocated(storage)
         self._alive[key] = weakref.ref(storage, lambda _: self._remove(key))
         self.current += size
         self.peak = max(self.peak, self.current)
@@ -113,10 +112,14 @@ class Counter:
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count the new size of a storage that is counted."""
         if storage._cdata in self._sizes:
-            size = -(-storage.nbytes() // _ROUNDED_TO) * _ROUNDED_TO
+            size = _allocated(storage)
             self.current += size - self._sizes[storage._cdata]
             self._sizes[storage._cdata] = size
             self.peak = max(self.peak, self.current)
+
+
+def _allocated(storage: torch.UntypedStorage) -> int:
+    return -(-storage.nbytes() // _ROUNDED_TO) * _ROUNDED_TO
 
 
 COUNTER = Counter()
