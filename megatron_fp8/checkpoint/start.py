@@ -24,23 +24,17 @@ _MOST_DAMAGE_SHOWN = 4
 def choose_start(config: Config, resume: Resume | None, holds: Holds | None = None) -> Start:
     """What a run of `config` starts from. Raises ConfigError with the reason and what to use instead.
 
-    `holds`: keeps what is chosen as it is; None: for who only wants to know. Raises BadInputError as that does.
+    `holds`: protects the choice from other jobs, and raises BadInputError where it cannot; None for a dry run. Raises
+    OSError where the system refuses a path (`config/places.py` has the words for it).
     """
     settings = config.checkpoint
     if resume is not None and settings.load is not None:
         reason = "--resume continues the run's own checkpoints"
         raise _mistake("checkpoint.load", settings.load, reason, "one of the two")
-    try:
-        if resume is not None:
-            return _resume(config, resume, holds)
-        if settings.load is not None:
-            return _load(Path(settings.load), config, holds)
-    except OSError as error:
-        key, value = ("run.root", config.run.root) if resume is not None else ("checkpoint.load", settings.load)
-        reason = f"{error.filename or value} cannot be used: {error.strerror}"
-        raise _mistake(
-            key, value, reason, "a path that this process may read, and write to where a run goes on"
-        ) from error
+    if resume is not None:
+        return _resume(config, resume, holds)
+    if settings.load is not None:
+        return _load(Path(settings.load), config, holds)
     if settings.ckpt_step is not None:
         reason = "there is nothing to load: neither checkpoint.load nor --resume is given"
         raise _mistake("checkpoint.ckpt_step", settings.ckpt_step, reason, "--resume, or leave the key out")

@@ -55,7 +55,8 @@ def refusal_of_start(config: Config, error: OSError) -> Problem:
     key = "run.root" if config.checkpoint.load is None else "checkpoint.load"
     value = config.run.root if config.checkpoint.load is None else config.checkpoint.load
     path = value if error.filename is None else os.fsdecode(error.filename)
-    return Problem(key, value, why_refused(path, error), Place.CHECKPOINTS.value)
+    use = Place.RUNS if config.checkpoint.load is None else Place.CHECKPOINTS
+    return Problem(key, value, why_refused(path, error), use.value)
 
 
 def _in_run(config: Config) -> Iterator[tuple[FieldSpec, str]]:
