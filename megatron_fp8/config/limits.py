@@ -1,6 +1,6 @@
 """Owns the largest and smallest numbers that a run's arithmetic allows, each with its reason.
 
-A bound of the schema that is one of these says why it is where it is: in `--help`, and to whoever went beyond it.
+A schema bound that is one of these states its reason in `--help` and in the error for a value out of range.
 Imports nothing of the project.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class WholeLimit(int):
-    """A whole number that is a bound; `why` completes "because ..."."""
+    """An integer bound; `why` completes "because ..."."""
 
     why: str
 
@@ -20,7 +20,7 @@ class WholeLimit(int):
 
 
 class RealLimit(float):
-    """The same as a floating-point number."""
+    """A floating-point bound; `why` as in `WholeLimit`."""
 
     why: str
 
@@ -33,44 +33,44 @@ class RealLimit(float):
 
 # Sizes of the model and of batches.
 MOST_LAYERS = WholeLimit(2**12, "every process builds Python objects for its share of the layers")
-MOST_FEATURES = WholeLimit(2**24, "norms divide by the number of features in FP32, exact up to there")
+MOST_FEATURES = WholeLimit(2**24, "norms divide by the number of features in FP32, which is exact only up to 2^24")
 MOST_HEADS = WholeLimit(
-    65_535, "attention kernels launch a block for each head, along an axis of the grid that has no more"
+    65_535, "attention kernels launch one block per head along a grid axis of at most 65,535 blocks"
 )
-MOST_POSITIONS = WholeLimit(2**24, "positions are multiplied in FP32 for RoPE, which counts exactly up to there")
-MOST_VOCABULARY = WholeLimit(2**30, "token ids are 32-bit integers, and the vocabulary is padded beyond its size")
-MOST_DIVISIBLE_BY = WholeLimit(2**20, "padding rows are real memory and real work")
-MOST_SAMPLES_A_PASS = WholeLimit(2**20, "its tokens are a dimension of GEMMs, which is a 32-bit integer")
-MOST_SAMPLES_A_STEP = WholeLimit(2**20, "the micro-batches of a step are scheduled one by one in Python")
-MOST_SIZE = WholeLimit(2**31 - 1, "a dimension of a GEMM is a 32-bit integer")
+MOST_POSITIONS = WholeLimit(2**24, "RoPE multiplies positions in FP32, which holds integers exactly only up to 2^24")
+MOST_VOCABULARY = WholeLimit(2**30, "token ids are 32-bit integers, and padding enlarges the vocabulary further")
+MOST_DIVISIBLE_BY = WholeLimit(2**20, "padding rows take memory and compute like any others")
+MOST_SAMPLES_A_PASS = WholeLimit(2**20, "the tokens of a micro-batch are a GEMM dimension, a 32-bit integer")
+MOST_SAMPLES_A_STEP = WholeLimit(2**20, "Python schedules the micro-batches of a step one by one")
+MOST_SIZE = WholeLimit(2**31 - 1, "a GEMM dimension is a 32-bit integer")
 
 # Lengths.
-MOST_SEED = WholeLimit(2**32 - 1, "NumPy's generator, which shuffles samples, takes 32 bits")
+MOST_SEED = WholeLimit(2**32 - 1, "NumPy's generator, which shuffles the samples, takes a 32-bit seed")
 MOST_STEPS = WholeLimit(2**31 - 1, "Adam's kernels count steps in 32 bits")
-MOST_SAMPLES = WholeLimit(2**40, "the order of samples is an index in memory, eight bytes and more for each")
+MOST_SAMPLES = WholeLimit(2**40, "the sample index is kept in memory, at least 8 bytes per sample")
 MOST_TOKENS = WholeLimit(2**62, "tokens are counted in 64 bits")
-MOST_EPOCHS = RealLimit(2.0**20, "documents are shuffled anew for each epoch, and the order is kept in memory")
-SHORTEST_MINUTES = RealLimit(1e-3, "PyTorch's process groups count whole milliseconds, and a message takes some")
-MOST_MINUTES = RealLimit(5_256_000.0, "ten years; clocks count nanoseconds in 64 bits, and overflow in 292 years")
+MOST_EPOCHS = RealLimit(2.0**20, "documents are reshuffled every epoch, and the whole order is kept in memory")
+SHORTEST_MINUTES = RealLimit(1e-3, "PyTorch's process groups count time in milliseconds, and a message takes a few")
+MOST_MINUTES = RealLimit(5_256_000.0, "this is ten years; 64-bit nanosecond clocks overflow in 292 years")
 
 # Ranks and threads.
-MOST_RANKS = WholeLimit(2**20, "a process is started for every rank, and each one knows all the others")
-MOST_THREADS = WholeLimit(1024, "each is a thread of every data-parallel rank")
-MOST_HISTORY = WholeLimit(2**20, "every FP8 tensor keeps that many FP32 numbers, and each step reads them all")
-MOST_WINDOW = WholeLimit(2**20, "the median of all its losses is taken at every step")
+MOST_RANKS = WholeLimit(2**20, "every rank is a process that keeps a list of all the others")
+MOST_THREADS = WholeLimit(1024, "every data-parallel rank starts this many threads")
+MOST_HISTORY = WholeLimit(2**20, "every FP8 tensor keeps this many FP32 amaxes, and each step reads them all")
+MOST_WINDOW = WholeLimit(2**20, "every step takes the median of all losses in the window")
 
-# Real numbers, which become FP32 on the device.
-FP32_SMALLEST_NORMAL = RealLimit(2.0**-126, "FP32 has no smaller normal number, and GPUs take one for 0")
-FP32_ROOM = RealLimit(2.0**120, "it becomes an FP32 number, which is multiplied further")
-MOST_LEARNING_RATE = RealLimit(2.0**120, "learning rates become FP32 numbers, which are multiplied further")
-MOST_EPSILON = RealLimit(1.0, "it is to keep from dividing by 0, and above 1 it would be most of what is divided by")
-MOST_WEIGHT_DECAY = RealLimit(1e6, "it is multiplied with the learning rate, and at a product of 1 weights become 0")
-MOST_DROPOUT = RealLimit(0.99, "what is kept is divided by what is left of 1, and FP16 and BF16 have to hold it")
-MOST_BETA = RealLimit(1 - 2.0**-23, "1 minus it is an FP32 number that is divided by, and would be 0")
-SMALLEST_STD = RealLimit(2.0**-40, "squares of weights are summed in FP32, and vanish")
-MOST_STD = RealLimit(2.0**10, "squares of weights are summed in FP32, and products of them in FP16 and BF16")
-SMALLEST_ROTARY_BASE = RealLimit(1.0, "RoPE's wavelengths grow from feature to feature")
-MOST_ROTARY_BASE = RealLimit(2.0**100, "its powers and their inverses are FP32 numbers")
-MOST_THRESHOLD = RealLimit(1e9, "no loss is so far from the others; use the switch of the check to do without it")
-MOST_ERROR = RealLimit(1e9, "no error is so large; use the switch of the check to do without it")
-MOST_FACTOR = RealLimit(1e6, "no rank is so slow; null does without the check")
+# Real numbers, which the device holds in FP32.
+FP32_SMALLEST_NORMAL = RealLimit(2.0**-126, "FP32 has no smaller normal number, and GPUs flush subnormals to 0")
+FP32_ROOM = RealLimit(2.0**120, "it is converted to FP32 and multiplied further")
+MOST_LEARNING_RATE = RealLimit(2.0**120, "learning rates are converted to FP32 and multiplied further")
+MOST_EPSILON = RealLimit(1.0, "it only guards against division by 0; above 1 it would dominate the divisor")
+MOST_WEIGHT_DECAY = RealLimit(1e6, "it is multiplied by the learning rate, and a product of 1 sets weights to 0")
+MOST_DROPOUT = RealLimit(0.99, "kept values are scaled by 1 / (1 - p), which must stay within FP16 and BF16")
+MOST_BETA = RealLimit(1 - 2.0**-23, "Adam divides by 1 - beta in FP32, which would round to 0")
+SMALLEST_STD = RealLimit(2.0**-40, "squares of weights are summed in FP32 and would underflow")
+MOST_STD = RealLimit(2.0**10, "squares of weights are summed in FP32, and products of them go through FP16 and BF16")
+SMALLEST_ROTARY_BASE = RealLimit(1.0, "RoPE's wavelengths must not shrink from feature to feature")
+MOST_ROTARY_BASE = RealLimit(2.0**100, "its powers and their inverses must fit in FP32")
+MOST_THRESHOLD = RealLimit(1e9, "no loss is that far off; to disable the check, use its own switch")
+MOST_ERROR = RealLimit(1e9, "no error is that large; to disable the check, use its own switch")
+MOST_FACTOR = RealLimit(1e6, "no rank is that slow; null disables the check")

@@ -1,7 +1,7 @@
-"""Owns why the system refuses a path, in words: the one place where an OSError becomes a reason.
+"""Owns the explanation of why the system refuses a path: the one place where an OSError becomes a reason.
 
-A refusal is found by asking, before anything is written or a run is made; a pipe is never opened, which would wait for
-somebody to write into it. Imports no torch.
+Refusals are found before anything is written or a run is created; a pipe is never opened, since that would wait for a
+writer. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _KINDS = {
 
 
 def why_refused(path: str | os.PathLike[str], error: OSError | ValueError) -> str:
-    """Why `path` could not be opened, listed or looked at, given what was raised: which part of it is to blame."""
+    """Why `path` could not be opened, listed or looked at, given the error raised: names the part of it at fault."""
     if isinstance(error, ValueError):
-        return "no path can hold a NUL character" if "\0" in os.fspath(path) else f"no path can be so: {error}"
+        return "no path can hold a NUL character" if "\0" in os.fspath(path) else f"not a valid path: {error}"
     place = Path(path).absolute()
     too_long = _too_long(place) if error.errno == errno.ENAMETOOLONG else None
     return too_long or _blamed(place, error, _MOST_LINKS)
 
 
 def why_unreadable(path: str | os.PathLike[str], wanted: tuple[str, ...] = ("a file",)) -> str | None:
-    """Why there is none of what is `wanted`, "a file" or "a directory", at `path` to read for this user; None: it is.
+    """Why this user cannot read what is `wanted`, "a file" or "a directory", at `path`; None: it can be read.
 
-    Where there is nothing at all, that is the reason too.
+    A missing file is a reason too.
     """
     try:
         mode = Path(path).stat().st_mode
@@ -48,7 +48,7 @@ def why_unreadable(path: str | os.PathLike[str], wanted: tuple[str, ...] = ("a f
 
 
 def why_unwritable(path: str | os.PathLike[str]) -> str | None:
-    """Why `path` is no directory that this user can write into, nor can be made; None: it is, or can. Makes nothing."""
+    """Why this user can neither write into the directory `path` nor create it; None: one of them. Creates nothing."""
     place = Path(path).absolute()
     try:
         if reason := _too_long(place):
@@ -69,7 +69,7 @@ def why_unwritable(path: str | os.PathLike[str]) -> str | None:
 
 
 def is_missing(path: str | os.PathLike[str]) -> bool:
-    """Whether there is nothing under this name, as far as the system lets anybody look."""
+    """Whether nothing has this name; False where the system does not let this user look."""
     try:
         os.lstat(path)
     except FileNotFoundError:
@@ -89,7 +89,7 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 
 def _blamed(path: Path, error: OSError, num_links: int) -> str:
-    """What is wrong with the first part of `path` that is refused; `num_links` more of them are followed."""
+    """What is wrong with the first part of `path` that is refused; follows at most `num_links` more links."""
     for part in (*reversed(path.parents), path):
         try:
             mode = os.lstat(part).st_mode

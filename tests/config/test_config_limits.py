@@ -79,12 +79,12 @@ def test_a_number_beyond_an_end_is_refused_with_the_range_and_its_reason(spec: F
         ("training.seed=4294967296", "4,294,967,295: NumPy's generator"),
         ("parallel.distributed_timeout_minutes=1e18", "overflow in 292 years"),
         ("optimizer.adam_eps=1e-40", "FP32 has no smaller normal number"),
-        ("optimizer.weight_decay=1e300", "multiplied with the learning rate"),
-        ("model.norm_epsilon=1e300", "divided by"),
+        ("optimizer.weight_decay=1e300", "multiplied by the learning rate"),
+        ("model.norm_epsilon=1e300", "dominate the divisor"),
         ("model.num_layers=1000000000", "4,096: every process builds"),
-        ("model.hidden_size=1000000000", "exact up to there"),
-        ("optimizer.adam_beta2=0.99999999", "would be 0"),
-        ("model.hidden_dropout=0.9999999999", "divided by what is left of 1"),
+        ("model.hidden_size=1000000000", "exact only up to 2^24"),
+        ("optimizer.adam_beta2=0.99999999", "would round to 0"),
+        ("model.hidden_dropout=0.9999999999", "scaled by 1 / (1 - p)"),
     ],
 )
 def test_what_once_passed_and_ruined_the_run_is_refused(override: str, reason: str, tmp_path: Path) -> None:
