@@ -19,6 +19,7 @@ from megatron.core.datasets.utils import Split as MegatronSplit
 from torch.utils.data import Dataset
 
 from megatron_fp8.config.length import samples_needed
+from megatron_fp8.config.places import DEFAULT_CACHE
 from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.start import START, Position
@@ -152,7 +153,7 @@ def build_datasets(
 
     root = config.data.data_cache_path
     parent = Path(draws[0].blend.prefixes[0]).parent
-    directory = build_cached(Path(root) if root is not None else parent / "cache", key, build, reads_data)
+    directory = build_cached(Path(root) if root is not None else parent / DEFAULT_CACHE, key, build, reads_data)
     made: list[Dataset[Sample] | None] = [None] * len(draws)
     if directory is not None:
         orders = [load_order(directory, draw.name, len(draw.blend.prefixes)) for draw in draws]

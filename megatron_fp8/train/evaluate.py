@@ -11,7 +11,7 @@ import torch
 from megatron_fp8.data.validation import ValidationSet
 from megatron_fp8.train.parts import TrainingParts
 from megatron_fp8.train.state import TrainState
-from megatron_fp8.train.step import LossSum
+from megatron_fp8.train.step import LossSum, mean_loss
 
 SERIES = "lm loss validation"
 PERPLEXITY = "lm loss validation ppl"
@@ -27,7 +27,7 @@ def evaluate(parts: TrainingParts, sets: Sequence[ValidationSet], state: TrainSt
         return None
     sums = torch.stack([_loss_of(parts, validation_set).sum_and_tokens for validation_set in sets])
     torch.distributed.all_reduce(sums)
-    losses = [_mean(*row) for row in sums.tolist()]
+    losses = [mean_loss(row) for row in sums.tolist()]
     total = total_loss(losses, sums.tolist(), [each.weight for each in sets])
     record = {"iteration": state.iteration, SERIES: total, PERPLEXITY: perplexity(total)}
     for validation_set, loss in zip(sets, losses, strict=True):
@@ -48,7 +48,7 @@ def total_loss(
     in each evaluation. None where no set has a loss.
     """
     if weights[0] is None:
-        return _mean(sum(row[0] for row in sums_and_tokens), sum(row[1] for row in sums_and_tokens))
+        return mean_loss([sum(column) for column in zip(*sums_and_tokens, strict=True)])
     weighted = [(loss, weight or 0.0) for loss, weight in zip(losses, weights, strict=True) if loss is not None]
     weight_sum = 1.0 if len(weighted) == len(losses) else sum(weight for _, weight in weighted)
     return sum(loss * weight for loss, weight in weighted) / weight_sum if weight_sum > 0 else None
@@ -76,10 +76,3 @@ def _loss_of(parts: TrainingParts, validation_set: ValidationSet) -> LossSum:
     with parts.loader(validation_set.dataset, validation_set.num_samples) as loader:
         iterators = loader.iterators(len(parts.chunks))
         return LossSum.total([parts.stepper.evaluate(iterators, parts.batch_shape) for _ in range(steps)])
-
-
-def _mean(loss_sum: float, num_tokens: float) -> float | None:
-    """None without tokens, unless even the masked ones have spoilt the sum: nothing times NaN is NaN."""
-    if num_tokens > 0:
-        return loss_sum / num_tokens
-    return None if loss_sum == 0 else math.nan

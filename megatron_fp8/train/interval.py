@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fp8.train.step import StepResult
+from megatron_fp8.train.step import StepResult, mean_loss
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,8 @@ class IntervalLoss:
         total = self._sums.clone()
         torch.distributed.all_reduce(total)
         self._sums.zero_()
-        loss_sum, num_tokens, num_steps = total.tolist()
-        # Steps whose loss is not finite are skipped, so that without tokens the sum is 0.
-        return MeanLoss(loss_sum / num_tokens if num_tokens > 0 else None, num_steps > 0)
+        *sum_and_tokens, num_steps = total.tolist()
+        return MeanLoss(mean_loss(sum_and_tokens), num_steps > 0)
 
     def state(self) -> Tensor:
         """This rank's sums, FP64 `[3]`; the ranks' sums belong together."""

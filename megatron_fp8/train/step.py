@@ -89,9 +89,11 @@ class GlobalLoss:
 
 
 def mean_loss(sum_and_tokens: Sequence[float]) -> float | None:
-    """In nats per token; None where no token counted."""
+    """In nats per token; None without tokens, unless even the masked ones have spoilt the sum: 0 times NaN is NaN."""
     loss_sum, num_tokens = sum_and_tokens
-    return loss_sum / num_tokens if num_tokens > 0 else None if loss_sum == 0 else math.nan
+    if num_tokens > 0:
+        return loss_sum / num_tokens
+    return None if loss_sum == 0 else math.nan
 
 
 @dataclass(frozen=True)
