@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from megatron_fp8.config.length import samples_needed
 from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.start import Start
+
+_T = TypeVar("_T")
 
 
 def on_rank_0(action: Callable[[], Any], device: torch.device) -> None:
@@ -32,11 +34,11 @@ def on_rank_0(action: Callable[[], Any], device: torch.device) -> None:
         raise CheckpointError("rank 0 could not do its part of the checkpoint; its own error says why")
 
 
-def as_rank_0_says(config: Config, start: Start) -> tuple[Config, Start]:
-    """Rank 0's config and start on every rank: it alone has chosen, under the run's lock. Collective."""
-    said: list[Any] = [config, start]
-    torch.distributed.broadcast_object_list(said, src=0)
-    return said[0], said[1]
+def from_rank_0(value: _T) -> _T:
+    """Rank 0's `value` on every rank. Collective."""
+    values = [value]
+    torch.distributed.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def after_all(action: Callable[[], None]) -> None:
@@ -100,11 +102,8 @@ def whole_start(start: Start, config: Config) -> tuple[Start, list[str]]:
 
 
 def _older_on_rank_0(directory: CheckpointDirectory, iteration: int) -> int | None:
-    older: list[int | None] = [None]
-    if torch.distributed.get_rank() == 0:
-        older = [directory.newest_whole(before=iteration, contents=False)]
-    torch.distributed.broadcast_object_list(older, src=0)
-    return older[0]
+    is_first = torch.distributed.get_rank() == 0
+    return from_rank_0(directory.newest_whole(before=iteration, contents=False) if is_first else None)
 
 
 def _length_by_samples(config: Config, start: Start) -> int | None:

@@ -67,7 +67,7 @@ def run_job(
     device = devices.prepare()
     hide_meaningless_warnings(device.emulated)
     # They look for CUDA when imported.
-    from megatron_fp8.checkpoint.together import after_all, as_rank_0_says, whole_start
+    from megatron_fp8.checkpoint.together import after_all, from_rank_0, whole_start
     from megatron_fp8.data.dataset import build_datasets
     from megatron_fp8.data.tokenizer import Tokenizer
     from megatron_fp8.train.interval import IntervalLoss
@@ -78,7 +78,8 @@ def run_job(
     from megatron_fp8.train.setup import build_parts
 
     init_process_group(device.backend(config.parallel.distributed_backend), config.parallel.distributed_timeout_minutes)
-    config, start = as_rank_0_says(config, start)
+    # Rank 0 alone chose, holding the run's lock.
+    config, start = from_rank_0((config, start))
     warn_of_unmet_needs(config, device, process_environment(), torch.distributed.get_rank())
     layout = derive_layout(config, torch.distributed.get_world_size(), vocab_size)
     start, notes = whole_start(start, config)
@@ -91,7 +92,8 @@ def run_job(
             stack.callback(report_at_end, run_directory)
         stack.callback(recorder.close)
         stack.push(partial(_record_failure, recorder))
-        everywhere = _known_everywhere(run_directory)
+        # Only rank 0 knows its final name; all ranks write checkpoints and profiles into it.
+        everywhere = Path(from_rank_0(str(run_directory)))
         checkpoints = everywhere / CHECKPOINTS if config.checkpoint.save else None
         profiles = everywhere / PROFILES
         parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder, checkpoints, profiles)
@@ -179,13 +181,6 @@ def _record_failure(
     """What ends the job on this rank, for the dashboards; the exception goes on."""
     if kind is not None:
         recorder.write("failure", {"kind": kind.__name__, "error": str(error)})
-
-
-def _known_everywhere(run_directory: Path | None) -> Path:
-    """The run directory, whose final name only rank 0 knows; ranks write checkpoints and profiles into it."""
-    names = [str(run_directory)]
-    torch.distributed.broadcast_object_list(names, src=0)
-    return Path(names[0])
 
 
 def _resumed(start: Start, iteration: int, notes: list[str]) -> dict[str, Value]:

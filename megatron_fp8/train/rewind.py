@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import read_manifest, write_manifest
-from megatron_fp8.checkpoint.together import damage_by_all_ranks, on_rank_0
+from megatron_fp8.checkpoint.together import damage_by_all_ranks, from_rank_0, on_rank_0
 from megatron_fp8.config.start import Position
 from megatron_fp8.data.dataset import Datasets
 from megatron_fp8.faults.exit_codes import RewindError
@@ -94,16 +93,15 @@ def _newest_good(directory: CheckpointDirectory | None, wanted: Rewind) -> tuple
     notes: list[str] = []
     limit = wanted.newest_iteration
     while directory is not None:
-        chosen = [directory.newest_whole(before=limit + 1, contents=False)]
-        torch.distributed.broadcast_object_list(chosen, src=0)
-        if chosen[0] is None:
+        iteration = from_rank_0(directory.newest_whole(before=limit + 1, contents=False))
+        if iteration is None:
             break
-        checkpoint = directory.path(chosen[0])
+        checkpoint = directory.path(iteration)
         problems = damage_by_all_ranks(checkpoint)
         if not problems:
             return checkpoint, notes
         notes.append(f"the checkpoint is damaged: {'; '.join(problems)}")
-        limit = chosen[0] - 1
+        limit = iteration - 1
     where = "checkpoint.save is false" if directory is None else f"none is in {directory.root}"
     raise RewindError(
         f"{'. '.join([wanted.reason, *notes])}. There is no whole checkpoint of iteration {wanted.newest_iteration} or "
@@ -113,12 +111,7 @@ def _newest_good(directory: CheckpointDirectory | None, wanted: Rewind) -> tuple
 
 def _counters_on_rank_0(checkpoint: Path) -> dict[str, float]:
     """The manifest's counters, before rank 0 changes them."""
-    counters: list[Any] = [None]
-    if torch.distributed.get_rank() == 0:
-        counters = [dict(read_manifest(checkpoint).counters)]
-    torch.distributed.broadcast_object_list(counters, src=0)
-    found: dict[str, float] = counters[0]
-    return found
+    return from_rank_0(dict(read_manifest(checkpoint).counters) if torch.distributed.get_rank() == 0 else {})
 
 
 def _leave_behind(directory: CheckpointDirectory | None, checkpoint: Path, state: TrainState) -> None:
