@@ -12,6 +12,7 @@ from megatron_fp8.checkpoint.manifest import Manifest, write_sums
 from megatron_fp8.checkpoint.saved_model import kept_checkpoint
 from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.faults import report
+from megatron_fp8.hf import export
 from tools import checkpoint as checkpoint_tool
 from tools import evaluate, generate, lm_eval
 
@@ -83,6 +84,20 @@ def test_a_checkpoint_stays_while_it_is_looked_at(run: Run, command: str, monkey
     path = str(run.directory.path(10) if one else run.path)
     with pytest.raises(Worked):
         checkpoint_tool.main([name, path, *([path] if name == "diff" else [])])
+    assert removed == [[]]
+    assert run.save(30) == [10, 20]
+
+
+def test_a_checkpoint_stays_while_it_is_exported(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed = []
+
+    def look(*_: object) -> None:
+        removed.append(run.save(20))
+        raise Worked
+
+    monkeypatch.setattr(export, "read_config", look)
+    with pytest.raises(Worked):
+        export.export_checkpoint(run.path, tmp_path / "folder", export.ExportSettings(), lambda *_: None)
     assert removed == [[]]
     assert run.save(30) == [10, 20]
 
