@@ -107,7 +107,8 @@ def loss_of(path: Path, settings: InferenceSettings) -> float:
     saved = read_saved_model(path, settings, torch.distributed.get_world_size())
     model = load_model(saved, devices.prepare())
     assert not any(parameter.requires_grad for stage in model.stages for parameter in stage.parameters())
-    loss = model.stepper().evaluate(batches(_AsParts(model.config, model.groups, model.stages)), model.batch_shape)
+    parts = _AsParts(model.config, model.groups, model.stages, model.device)
+    loss = model.stepper().evaluate(batches(parts), model.batch_shape)
     parallel_state.destroy_model_parallel()
     return loss.reduced_mean()
 
@@ -131,6 +132,7 @@ class _AsParts:
     config: Config
     groups: Any
     chunks: Any
+    device: Any
 
 
 @pytest.fixture(scope="module")
