@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megatron_fp8.config.load import load_config
+from megatron_fp8.config.load import load_config, process_environment
 from megatron_fp8.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,12 +143,12 @@ def _on_an_h100(utils: Any, ask: Ask) -> Iterator[None]:
     from megatron_fp8.doctor.packages import installed
 
     version = tuple(map(int, (installed("nvidia-cudnn-cu13") or "").split(".")[:3]))
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
+    clean = {name: value for name, value in process_environment().items() if not name.startswith("NVTE_")}
     with (
         mock.patch.object(utils, "get_device_compute_capability", return_value=(9, 0)),
         mock.patch.object(utils, "get_cudnn_version", return_value=version),
         mock.patch.object(utils.tex, "get_fused_attn_backend", backend),
-        mock.patch.dict(os.environ, clean, clear=True),
+        mock.patch.dict("os.environ", clean, clear=True),
     ):
         yield
 
@@ -208,7 +208,7 @@ class Answers:
         environment |= {"EMULATED_GPU": json.dumps(H100), "EMULATED_CAPABILITY": str(H100["deviceVer"])[:2]}
         self._process = subprocess.Popen(
             [sys.executable, __file__, _ANSWER],
-            env={**os.environ, **environment},
+            env={**process_environment(), **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

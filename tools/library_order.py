@@ -20,6 +20,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_fp8.config.load import process_environment
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = Path(sysconfig.get_path("purelib"))
 # The last: what the doctor and every run's record do, before Transformer Engine is imported.
@@ -60,7 +62,7 @@ def load(order: str, beside: Sequence[Path], toolkit: Path = Path("/usr/local/cu
         command = f"{' && '.join(prepared)} || exit 99; exec {shlex.join([sys.executable, '-c', code])}"
         paths = [*map(str, beside), "/usr/local/nvidia/lib", "/usr/local/nvidia/lib64"]
         environment = {"LD_LIBRARY_PATH": os.pathsep.join(paths), "PYTHONPATH": str(ROOT)}
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "CUDNN", "NVTE"))}
+        kept = {name: value for name, value in process_environment().items() if not name.startswith(("CUDA", "CUDNN", "NVTE"))}
         ended = subprocess.run(
             ["unshare", "--mount", "bash", "-c", command],
             env={**kept, **environment},
