@@ -11,6 +11,7 @@ from megatron_fp8.checkpoint.start import choose_start
 from megatron_fp8.config.cli import parse_command_line
 from megatron_fp8.config.determinism import run_variables
 from megatron_fp8.config.load import LoadedConfig, process_environment
+from megatron_fp8.config.problem import Problem
 from megatron_fp8.data.check import check_data
 from megatron_fp8.faults.run_lock import Holds
 from megatron_fp8.parallel.environment import set_variables
@@ -32,7 +33,7 @@ def main() -> None:
         sys.exit(ExitCode.STOPPED)
 
 
-def _plan(loaded: LoadedConfig, world_size: int | None) -> str:
+def _plan(loaded: LoadedConfig, world_size: int | None) -> tuple[str, list[Problem]]:
     # Tables take a tenth of a second to import, which a run does without.
     from megatron_fp8.planner.resolve import describe_plan
 

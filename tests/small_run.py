@@ -97,6 +97,7 @@ def batches(parts: Any) -> list[Iterator[Any]]:
     """One global batch of fixed random tokens, this rank's share, an iterator per model chunk."""
     import torch
 
+    from megatron_fp8.data.documents import cumulative_lengths
     from megatron_fp8.data.loader import MicroBatch
     from megatron_fp8.data.sampler import BatchSampler
 
@@ -113,6 +114,9 @@ def batches(parts: Any) -> list[Iterator[Any]]:
         for indices in sampler.micro_batches(0):
             rows = tokens[list(indices)]
             positions = torch.arange(seq_length, device=device).expand(len(indices), -1)
-            yield MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), mask[list(indices)], positions)
+            inputs = rows[:, :-1].contiguous()
+            # Each sample is a document of its own: no token ends one.
+            apart = cumulative_lengths(inputs, VOCAB_SIZE) if parts.config.data.reset_attention_mask else None
+            yield MicroBatch(inputs, rows[:, 1:].contiguous(), mask[list(indices)], positions, apart)
 
     return [iterate() for _ in parts.chunks]

@@ -232,7 +232,7 @@ class Answers:
         self._directory.cleanup()
 
 
-def answer() -> None:
+def answer() -> int:
     """For each line of standard input, fields of TE's `FusedAttnConfig` as JSON, write `[backend, reason]`."""
     places = ("cu13/lib/libcudart.so.13", "cu13/lib/libcublasLt.so.13", "cu13/lib/libcublas.so.13")
     needed = [NVIDIA / place for place in (*places, "nccl/lib/libnccl.so.2", "cu13/lib/libnvrtc.so.13")]
@@ -253,6 +253,7 @@ def answer() -> None:
         backend = library.nvte_get_fused_attn_backend_v2(config, ctypes.byref(reason))
         library.nvte_destroy_fused_attn_config(config)
         print(json.dumps([backend, (reason.value or b"").decode()]), flush=True)
+    return 0
 
 
 def main() -> int:

@@ -12,14 +12,20 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_fp8.checkpoint.directory import TRACKER, CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, damage, read_manifest
 from megatron_fp8.checkpoint.plain_index import IndexedTensor, read_plain_index
+from megatron_fp8.checkpoint.reading import kept, kept_choice
 from megatron_fp8.checkpoint.start import CHECKPOINTS
+
+if TYPE_CHECKING:
+    from megatron_fp8.checkpoint.difference import TensorDifference
 
 
 class PathError(Exception):
@@ -82,9 +88,9 @@ def find_checkpoint(path: Path, iteration: int | None) -> Path:
     return directory.path(chosen)
 
 
-def inspect(settings: argparse.Namespace) -> int:
+def inspect(settings: argparse.Namespace, reads: ExitStack) -> int:
     """What is inside."""
-    path = find_checkpoint(settings.path, settings.iteration)
+    path = _kept(reads, settings.path, settings.iteration)
     manifest, tensors = read_manifest(path), read_plain_index(path)
     problems = list(damage(path, contents=False))
     kinds: dict[str, dict[str, Any]] = {}
@@ -125,13 +131,13 @@ def inspect(settings: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def verify(settings: argparse.Namespace) -> int:
-    """Whether checkpoints are whole: one, or all of a directory with its tracker."""
+def verify(settings: argparse.Namespace, reads: ExitStack) -> int:
+    """Whether checkpoints are whole: its tracker and all of a directory that are not removed meanwhile, or one."""
     if is_checkpoint(settings.path) or settings.iteration is not None:
-        paths, found = [find_checkpoint(settings.path, settings.iteration)], {}
+        paths, found = [_kept(reads, settings.path, settings.iteration)], {}
     else:
         directory = find_directory(settings.path)
-        paths = [directory.path(iteration) for iteration in directory.iterations()]
+        paths = [path for path in map(directory.path, directory.iterations()) if reads.enter_context(kept(path))]
         found = {str(directory.root / TRACKER): _tracker_problems(directory)}
     found |= {str(path): list(damage(path, contents=not settings.sizes_only)) for path in paths}
     if settings.json:
@@ -145,12 +151,12 @@ def verify(settings: argparse.Namespace) -> int:
     return 1 if any(found.values()) else 0
 
 
-def diff(settings: argparse.Namespace) -> int:
+def diff(settings: argparse.Namespace, reads: ExitStack) -> int:
     """How two checkpoints differ."""
     from megatron_fp8.checkpoint.difference import differences
 
-    first = find_checkpoint(settings.path, settings.iteration)
-    second = find_checkpoint(settings.second, settings.iteration)
+    first = _kept(reads, settings.path, settings.iteration)
+    second = _kept(reads, settings.second, settings.iteration)
     found = list(differences(first, second, settings.only))
     if not found:
         raise PathError(f"no tensor's name contains {settings.only!r}; inspect --tensors lists them")
@@ -162,24 +168,13 @@ def diff(settings: argparse.Namespace) -> int:
     else:
         shown = found if settings.all else unequal
         if shown:
-            _print_table(
-                ("tensor", "difference", "max abs", "max rel", "elements"),
-                [
-                    (
-                        difference.name,
-                        f"{_WORDS[difference.kind]} {difference.detail}".strip(),
-                        f"{difference.max_abs:.3g}",
-                        f"{difference.max_rel:.3g}",
-                        f"{difference.num_different:,}",
-                    )
-                    for difference in shown
-                ],
-            )
+            header = ("tensor", "difference", "max abs", "max rel", "elements")
+            _print_table(header, [_difference_row(difference) for difference in shown])
         print(f"{len(found) - len(unequal):,} tensors are equal, {len(unequal):,} are not")
     return 1 if unequal else 0
 
 
-def latest(settings: argparse.Namespace) -> int:
+def latest(settings: argparse.Namespace, _: ExitStack) -> int:
     """Which checkpoint is the latest."""
     directory = find_directory(settings.path)
     problems = _tracker_problems(directory)
@@ -227,6 +222,11 @@ def _tracker_problems(directory: CheckpointDirectory) -> list[str]:
     return []
 
 
+def _kept(reads: ExitStack, path: Path, iteration: int | None) -> Path:
+    """What `find_checkpoint` finds, which a run that goes on does not remove while it is read."""
+    return reads.enter_context(kept_choice(partial(find_checkpoint, path, iteration)))
+
+
 def _kind(name: str) -> str:
     """What comes before a parameter's, layer's or rank's name."""
     return name.split(".")[0].split("@")[0]
@@ -234,6 +234,11 @@ def _kind(name: str) -> str:
 
 def _row(name: str, tensor: IndexedTensor) -> tuple[str, ...]:
     return name, str(list(tensor.shape)), tensor.dtype, f"{tensor.num_bytes:,}", str(len(tensor.pieces))
+
+
+def _difference_row(d: TensorDifference) -> tuple[str, ...]:
+    kind = f"{_WORDS[d.kind]} {d.detail}".strip()
+    return d.name, kind, f"{d.max_abs:.3g}", f"{d.max_rel:.3g}", f"{d.num_different:,}"
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
@@ -284,13 +289,11 @@ def main(arguments: list[str] | None = None) -> int:
     settings = parse_arguments(arguments)
     commands = {"inspect": inspect, "verify": verify, "diff": diff, "latest": latest}
     try:
-        return commands[settings.command](settings)
-    except PathError as error:
+        with ExitStack() as reads:
+            return commands[settings.command](settings, reads)
+    except (PathError, CheckpointError) as error:
         print(error, file=sys.stderr)
-        return 2
-    except CheckpointError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, PathError) else 1
 
 
 if __name__ == "__main__":

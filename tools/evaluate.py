@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron_fp8.checkpoint.saved_model import SavedModel, read_saved_model
+from megatron_fp8.checkpoint.saved_model import SavedModel, kept_checkpoint, read_saved_model
 from megatron_fp8.evaluate.command_line import add_model_options, end_with_mistakes, inference_settings, positive
 from megatron_fp8.evaluate.files import EvaluationFile, evaluation_files, model_tokenizer
 from megatron_fp8.evaluate.progress import WindowProgress
@@ -52,20 +53,22 @@ def main(arguments: list[str] | None = None) -> int:
     from megatron_fp8.faults.report import run_reporting
     from megatron_fp8.parallel.start import global_rank, world_size
 
-    with end_with_mistakes():
-        saved = read_saved_model(settings.checkpoint, inference_settings(settings), world_size(), settings.iteration)
-        tokenizer = model_tokenizer(saved, settings.tokenizer)
-        files = evaluation_files(saved, settings.data)
-    losses, notes = run_reporting(lambda: measure(saved, tokenizer, files, settings.samples), global_rank())
-    if global_rank() == 0:
-        from megatron_fp8.evaluate.report import as_json, loss_table
+    with ExitStack() as kept:
+        with end_with_mistakes():
+            checkpoint = kept.enter_context(kept_checkpoint(settings.checkpoint, settings.iteration))
+            saved = read_saved_model(checkpoint, inference_settings(settings), world_size())
+            tokenizer = model_tokenizer(saved, settings.tokenizer)
+            files = evaluation_files(saved, settings.data)
+        losses, notes = run_reporting(lambda: measure(saved, tokenizer, files, settings.samples), global_rank())
+        if global_rank() == 0:
+            from megatron_fp8.evaluate.report import as_json, loss_table
 
-        Console(width=None if sys.stdout.isatty() else 120).print(loss_table(saved, losses))
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr)
-        if settings.json is not None:
-            text = json.dumps(as_json(saved, losses, world_size()), indent=2)
-            settings.json.write_text(text + "\n", encoding="utf-8")
+            Console(width=None if sys.stdout.isatty() else 120).print(loss_table(saved, losses))
+            for note in notes:
+                print(f"note: {note}", file=sys.stderr)
+            if settings.json is not None:
+                text = json.dumps(as_json(saved, losses, world_size()), indent=2)
+                settings.json.write_text(text + "\n", encoding="utf-8")
     return 0
 
 

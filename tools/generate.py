@@ -13,11 +13,12 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fp8.checkpoint.saved_model import InferenceSettings, SavedModel, read_saved_model
+from megatron_fp8.checkpoint.saved_model import InferenceSettings, SavedModel, kept_checkpoint, read_saved_model
 from megatron_fp8.config.problem import BadInputError
 
 if TYPE_CHECKING:
@@ -78,9 +79,11 @@ def main(arguments: list[str] | None = None) -> int:
     from megatron_fp8.faults.report import run_reporting
     from megatron_fp8.parallel.start import global_rank, world_size
 
-    with end_with_mistakes():
-        job = _prepare(settings, world_size())
-    run_reporting(lambda: _run(job, settings), global_rank())
+    with ExitStack() as kept:
+        with end_with_mistakes():
+            checkpoint = kept.enter_context(kept_checkpoint(settings.checkpoint, settings.iteration))
+            job = _prepare(checkpoint, settings, world_size())
+        run_reporting(lambda: _run(job, settings), global_rank())
     return 0
 
 
@@ -94,13 +97,13 @@ class _Job:
     tokens: list[list[int]]
 
 
-def _prepare(settings: argparse.Namespace, num_processes: int) -> _Job:
+def _prepare(checkpoint: Path, settings: argparse.Namespace, num_processes: int) -> _Job:
     """Look at everything that a person gave; raises BadInputError or CheckpointError."""
     from megatron_fp8.evaluate.files import model_tokenizer
     from megatron_fp8.generate.text import prompt_tokens
 
     wanted = InferenceSettings(num_processes, mode=settings.precision, fp8_recipe=settings.fp8_recipe)
-    saved = read_saved_model(settings.checkpoint, wanted, num_processes, settings.iteration)
+    saved = read_saved_model(checkpoint, wanted, num_processes)
     tokenizer = model_tokenizer(saved, settings.tokenizer)
     if settings.prompts_file == "-" and num_processes > 1:
         raise BadInputError("--prompts-file -: of several processes only one has an input\n    use: the name of a file")

@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fp8.checkpoint.saved_model import SavedModel, read_saved_model
+from megatron_fp8.checkpoint.saved_model import SavedModel, kept_checkpoint, read_saved_model
 from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.evaluate.command_line import add_model_options, end_with_mistakes, inference_settings, not_negative
 from megatron_fp8.evaluate.files import model_tokenizer
@@ -60,22 +61,26 @@ def main(arguments: list[str] | None = None) -> int:
     from megatron_fp8.faults.report import run_reporting
     from megatron_fp8.parallel.start import global_rank, world_size
 
-    with end_with_mistakes():
-        _require_lm_eval()
-        if settings.include_path is not None and not settings.include_path.is_dir():
-            raise BadInputError(f"--include-path {settings.include_path} is no directory")
-        saved = read_saved_model(settings.checkpoint, inference_settings(settings), world_size(), settings.iteration)
-        tokenizer = model_tokenizer(saved, settings.tokenizer)
-    results = run_reporting(lambda: measure(saved, tokenizer, settings), global_rank())
-    if results is not None:
-        from rich.console import Console
+    with ExitStack() as kept:
+        with end_with_mistakes():
+            _require_lm_eval()
+            if settings.include_path is not None and not settings.include_path.is_dir():
+                raise BadInputError(f"--include-path {settings.include_path} is no directory")
+            checkpoint = kept.enter_context(kept_checkpoint(settings.checkpoint, settings.iteration))
+            saved = read_saved_model(checkpoint, inference_settings(settings), world_size())
+            tokenizer = model_tokenizer(saved, settings.tokenizer)
+        results = run_reporting(lambda: measure(saved, tokenizer, settings), global_rank())
+        if results is not None:
+            from rich.console import Console
 
-        from megatron_fp8.evaluate.report import harness_table
+            from megatron_fp8.evaluate.report import harness_table
 
-        Console(width=None if sys.stdout.isatty() else 120).print(harness_table(results))
-        if output is not None:
-            # What is not JSON there, such as functions of tasks, is shown as text.
-            output.write_text(json.dumps(results, indent=2, default=str, ensure_ascii=False) + "\n", encoding="utf-8")
+            Console(width=None if sys.stdout.isatty() else 120).print(harness_table(results))
+            if output is not None:
+                # What is not JSON there, such as functions of tasks, is shown as text.
+                output.write_text(
+                    json.dumps(results, indent=2, default=str, ensure_ascii=False) + "\n", encoding="utf-8"
+                )
     return 0
 
 

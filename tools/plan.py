@@ -13,6 +13,7 @@ from rich.console import Console
 
 from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.config.warn import config_warnings
 from megatron_fp8.data.check import check_data
 from megatron_fp8.planner.duration import DEFAULT_MFU
 from megatron_fp8.planner.gpus import DEFAULT_GPU, GPUS
@@ -77,6 +78,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _plan(loaded: LoadedConfig, vocab_size: int, settings: argparse.Namespace, console: Console) -> None:
     layout = resolve_layout(loaded, settings.world_size, vocab_size)
+    for warning in config_warnings(loaded, layout):
+        print(f"warning: {warning}", file=sys.stderr)
     plan = make_plan(loaded.config, layout, GPUS[settings.gpu], settings.tokens, settings.mfu)
     if settings.json:
         print(json.dumps(plan.as_json(), indent=2))

@@ -1,7 +1,7 @@
 """Owns a run's directory of checkpoints: names, the commit of a new one, which one is the latest, which ones go.
 
     checkpoints/
-      iter_0000100/          a whole checkpoint: Megatron's files and our manifest
+      iter_0000100/          a whole checkpoint: torch's files and our manifest
       .iter_0000200.incomplete/   being written, or left by a job that was killed
       iter_0000300.abandoned/     a later one of a run that went on from an earlier one
       latest_checkpointed_iteration.txt
@@ -31,6 +31,7 @@ from megatron_fp8.checkpoint.manifest import (
     write_whole,
 )
 from megatron_fp8.checkpoint.reading import to_be_removed
+from megatron_fp8.config.paths import open_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _WHOLE = re.compile(r"iter_(\d{7,18})", re.ASCII)
@@ -100,12 +101,24 @@ class CheckpointDirectory:
         return sorted(iteration for iteration in found if iteration is not None)
 
     def latest(self) -> int | None:
-        """The iteration that the tracker names; None without a tracker. CheckpointError for a tracker that is wrong."""
+        """The iteration that the tracker names; None without a tracker. CheckpointError for a tracker that is wrong.
+
+        A run that goes on names a newer one, and may have removed this one meanwhile: then that is the answer.
+        """
+        named = self._tracked()
+        while named is not None and not self.path(named).is_dir() and named != (newer := self._tracked()):
+            named = newer
+        return named
+
+    def _tracked(self) -> int | None:
         path = self.root / TRACKER
         try:
-            text = path.read_text(encoding="utf-8").strip()
+            with open_file(path) as file:
+                text = file.read().decode(errors="replace").strip()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
         if not _ITERATION.fullmatch(text):
             raise CheckpointError(f"{path} says {text!r}, not an iteration; write one of {self.iterations()} into it")
         return int(text)

@@ -19,6 +19,8 @@ from typing import Any
 
 import yaml
 
+from megatron_fp8.config.paths import open_file
+
 # 2: torch's files and nothing of Megatron's; 1, with `common.pt` or Megatron's `common_state` beside the tensors, is
 # read as well.
 FORMAT_VERSION = 2
@@ -108,7 +110,8 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint directory. CheckpointError where there is none, or it cannot be read."""
     path = directory / MANIFEST
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        with open_file(path) as file:
+            values: dict[str, Any] = json.load(file)
         if values.pop(_OWN_SUM) != _sum_of(values):
             raise ValueError("it is not what was written: its SHA-256 differs")
         files = {name: FileSum(**value) for name, value in values.pop("files").items()}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp8.checkpoint.manifest import CheckpointError, is_file_name
+from megatron_fp8.config.paths import open_file
 
 INDEX = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -84,7 +85,8 @@ def read_plain_index(directory: Path) -> dict[str, IndexedTensor]:
     """
     path = directory / INDEX
     try:
-        index = _Reader(io.BytesIO(path.read_bytes())).load()
+        with open_file(path) as file:
+            index = _Reader(io.BytesIO(file.read())).load()
         stored = {
             # What is no tensor has no offset.
             (key.fqn, tuple(getattr(key, "offset", None) or ())): _place(information)

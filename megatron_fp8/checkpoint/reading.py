@@ -7,12 +7,13 @@ Imports no torch; must not know who reads or removes.
 import fcntl
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from megatron_fp8.checkpoint.manifest import MANIFEST
+from megatron_fp8.config.paths import open_file
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def kept(checkpoint: Path) -> Iterator[bool]:
 
     Says so, and goes on, where the disk has no locks.
     """
-    file = _opened(checkpoint, "rb")
+    file = _opened(checkpoint, os.O_RDONLY)
     if file is None:
         yield checkpoint.is_dir()
         return
@@ -35,9 +36,20 @@ def kept(checkpoint: Path) -> Iterator[bool]:
 
 
 @contextmanager
+def kept_choice(choose: Callable[[], Path]) -> Iterator[Path]:
+    """The checkpoint that `choose` names, kept while this is entered; where it is gone already it is asked again."""
+    while True:
+        checkpoint = choose()
+        with kept(checkpoint) as is_there:
+            if is_there:
+                yield checkpoint
+                return
+
+
+@contextmanager
 def to_be_removed(checkpoint: Path) -> Iterator[bool]:
     """Whether the checkpoint may be removed while this is entered; False: somebody reads it."""
-    file = _opened(checkpoint, "r+b")
+    file = _opened(checkpoint, os.O_RDWR)
     if file is None:
         yield True
         return
@@ -45,10 +57,10 @@ def to_be_removed(checkpoint: Path) -> Iterator[bool]:
         yield _is_free(file)
 
 
-def _opened(checkpoint: Path, mode: str) -> IO[bytes] | None:
+def _opened(checkpoint: Path, flags: int) -> IO[bytes] | None:
     """The manifest; None without one that can be opened, so that nobody can take the directory for a checkpoint."""
     try:
-        return (checkpoint / MANIFEST).open(mode)
+        return open_file(checkpoint / MANIFEST, flags)
     except OSError:
         return None
 

@@ -7,7 +7,9 @@ from the run that made it. Every mistake is found here, before a byte of the wei
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +19,7 @@ from pydantic import ValidationError
 from megatron_fp8.checkpoint.directory import TRACKER, CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, damage, read_manifest
 from megatron_fp8.checkpoint.plain_index import read_plain_index
+from megatron_fp8.checkpoint.reading import kept_choice
 from megatron_fp8.checkpoint.start import CHECKPOINTS
 from megatron_fp8.config.facts import Facts, Finding, to_problem
 from megatron_fp8.config.precision import PrecisionConfig
@@ -84,15 +87,13 @@ class SavedModel:
         return rows or model.seq_length
 
 
-def read_saved_model(
-    path: Path, settings: InferenceSettings, world_size: int, iteration: int | None = None
-) -> SavedModel:
+def read_saved_model(path: Path, settings: InferenceSettings, world_size: int) -> SavedModel:
     """The model that `path` means, to run on `world_size` ranks.
 
-    `path`, `iteration`: as `find_checkpoint` takes them. Raises BadInputError with every mistake, CheckpointError when
+    `path`: as `find_checkpoint` takes it. Raises BadInputError with every mistake, CheckpointError when
     the checkpoint is damaged as far as sizes tell.
     """
-    checkpoint = find_checkpoint(path, iteration)
+    checkpoint = find_checkpoint(path)
     problems = list(damage(checkpoint, contents=False))
     if problems:
         raise CheckpointError(f"the checkpoint is damaged: {'; '.join(problems)}")
@@ -122,12 +123,17 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Path:
         if not iterations:
             continue
         chosen = directory.latest() if iteration is None else iteration
-        if chosen is not None and chosen not in iterations:
+        if chosen is not None and not directory.path(chosen).is_dir():
             raise BadInputError(f"there is no checkpoint of iteration {chosen} in {root}; there are {iterations}")
         return directory.path(iterations[-1] if chosen is None else chosen)
     raise BadInputError(
         f"there is no checkpoint at {path}: name a run directory, its {CHECKPOINTS}, or one of the checkpoints there"
     )
+
+
+def kept_checkpoint(path: Path, iteration: int | None = None) -> AbstractContextManager[Path]:
+    """What `find_checkpoint` finds, which a run that goes on does not remove until this is left."""
+    return kept_choice(partial(find_checkpoint, path, iteration))
 
 
 def read_config(checkpoint: Path) -> Config:

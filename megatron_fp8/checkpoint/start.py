@@ -137,9 +137,6 @@ def _pick(directory: CheckpointDirectory, step: int | None, key: str, value: str
     if step is None:
         try:
             step = directory.latest()
-            # A run that goes on names a newer one, and may have removed this one meanwhile.
-            while step is not None and not directory.path(step).is_dir() and step != directory.latest():
-                step = directory.latest()
         except CheckpointError as error:
             raise _mistake(key, value, str(error), _other_choice(directory, None)) from error
         if step is None:

@@ -1,37 +1,124 @@
-"""Owns what attention in FP32 costs on GPUs, where no kernel fuses it. Imports no torch.
+"""Owns where attention on GPUs is not fused, and the memory that takes. Imports no torch.
 
-Transformer Engine then computes the scores of all pairs of tokens and keeps what autograd needs of them. The CPU
-stand-in fuses FP32 as well.
+Transformer Engine then computes the scores of all pairs of tokens, and keeps what autograd needs of them. Where it does
+is what its `get_attention_backend` decides for an image without flash-attn; `docs/gpu.md` has its answers, which a test
+holds against these.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
 
-_FP32_BYTES = 4
+_FP32_BYTES, _HALF_BYTES, _BOOL_BYTES = 4, 2, 1
+# TE's kernel of the softmax takes fewer keys than this, divisible by 8, and heads and documents divisible by 4. Without
+# it the softmax is torch's, in FP32.
+_SOFTMAX_KEYS, _SOFTMAX_KEYS_DIVISOR, _SOFTMAX_BATCHES_DIVISOR = 16384, 8, 4
 
 
-def is_unfused_on_gpus(config: Config) -> bool:
-    """Whether attention keeps scores of `[s, s]` on GPUs."""
-    return config.precision.mode == "fp32"
+@dataclass(frozen=True)
+class FusedAttention:
+    """What the fused attention of a kind of GPU can do.
+
+    `fp32`: that format. `deterministic`: a backward pass that always adds in the same order. `packed_pairs`: documents
+    x heads x tokens x tokens from which on that backward pass is not used where documents are kept apart, since its
+    workspace would not fit; None: it always is.
+    """
+
+    fp32: bool = False
+    deterministic: bool = True
+    packed_pairs: int | None = None
 
 
-def score_tensor_bytes(layout: Layout) -> float:
-    """Bytes of one tensor `[b, heads of a rank, s, s]` of a micro-batch."""
-    pairs = layout.micro_batch_size * layout.attention_heads_per_rank * layout.seq_length**2
-    return float(pairs * _FP32_BYTES)
+HOPPER_ATTENTION = FusedAttention(packed_pairs=2**30)
 
 
-def kept_score_bytes(config: Config, layout: Layout, mask_bytes: int = 1) -> float:
+@dataclass(frozen=True)
+class Unfused:
+    """Attention that is not fused with more than `beyond` documents in a micro-batch.
+
+    `is_certain`: every micro-batch has more. Else the data decide. `for_determinism`: it would be fused without
+    `training.deterministic_mode`; else FP32 is the reason.
+    """
+
+    beyond: int
+    is_certain: bool
+    for_determinism: bool
+
+
+def unfused_attention(config: Config, layout: Layout, fused: FusedAttention) -> Unfused | None:
+    """Where attention is not fused; None: nowhere."""
+    if config.precision.mode == "fp32" and not fused.fp32:
+        return Unfused(0, is_certain=True, for_determinism=False)
+    if not config.training.deterministic_mode:
+        return None
+    if not fused.deterministic:
+        return Unfused(0, is_certain=True, for_determinism=True)
+    if not config.data.reset_attention_mask or fused.packed_pairs is None:
+        return None
+    pairs = layout.attention_heads_per_rank * layout.seq_length**2
+    # The power of two that documents are rounded up to, with which the limit is reached.
+    documents = _power_of_two(-(-fused.packed_pairs // pairs))
+    beyond = documents // 2
+    if beyond >= layout.tokens_per_microbatch:
+        return None
+    return Unfused(beyond, is_certain=beyond < layout.micro_batch_size, for_determinism=True)
+
+
+def in_documents(count: int) -> str:
+    """In words."""
+    return f"{count} document{'' if count == 1 else 's'}"
+
+
+def score_tensor_bytes(config: Config, layout: Layout, documents: int = 0) -> float:
+    """Bytes of one tensor `[documents, heads of a rank, s, s]` in the format of the parameters.
+
+    Of samples where documents are not kept apart. Each document is padded to the sample's length, and their number
+    rounded up to a power of two (`data/documents.py`). Only the data say how many there are: one a sample, the least,
+    where `documents` is not given.
+    """
+    size = _FP32_BYTES if config.precision.mode == "fp32" else _HALF_BYTES
+    return float(_batch(config, layout, documents) * layout.attention_heads_per_rank * layout.seq_length**2 * size)
+
+
+def kept_score_bytes(config: Config, layout: Layout, mask_bytes: int = 1, documents: int = 0) -> float:
     """Bytes of `[s, s]` tensors that unfused attention keeps of a layer and micro-batch for the backward pass.
 
-    The softmax's result, by which also the values are multiplied; with dropout a copy that is thinned out, and the
-    mask, `mask_bytes` an element. With documents apart a copy in which padding is masked, and all of it once for each
-    document of a sample, since each is padded to the sample's length: how many there are, only the data say, so that
-    this is the least.
+    The softmax's result, in FP32 where torch computes it, and what the values are multiplied by: the same tensor, a
+    copy in which padding is masked where documents are kept apart, or one that dropout has thinned out. Of dropout the
+    mask besides, `mask_bytes` an element, and of documents kept apart theirs, which all heads share. `documents`: as
+    `score_tensor_bytes` takes it.
     """
-    copies = 1.0 + (1.0 if config.data.reset_attention_mask else 0.0)
-    if config.model.attention_dropout:
-        copies += 1.0 + mask_bytes / _FP32_BYTES
-    return copies * score_tensor_bytes(layout)
+    batch, heads, s = _batch(config, layout, documents), layout.attention_heads_per_rank, layout.seq_length
+    apart, dropout = config.data.reset_attention_mask, bool(config.model.attention_dropout)
+    tensor = score_tensor_bytes(config, layout, documents)
+    elements = float(batch * heads * s**2)
+    softmax_size = _HALF_BYTES if _has_softmax_kernel(config, batch * heads, s) else _FP32_BYTES
+    is_cast = softmax_size * elements != tensor
+    kept = softmax_size * elements + (tensor if apart or dropout or is_cast else 0.0)
+    kept += mask_bytes * elements if dropout else 0.0
+    return kept + (_BOOL_BYTES * batch * s**2 if apart else 0)
+
+
+def _has_softmax_kernel(config: Config, batches: int, keys: int) -> bool:
+    """TE's `FusedScaleMaskSoftmax.is_kernel_available`, for samples that have more than 16 tokens."""
+    return (
+        config.precision.mode != "fp32"
+        and keys < _SOFTMAX_KEYS
+        and keys % _SOFTMAX_KEYS_DIVISOR == 0
+        and batches % _SOFTMAX_BATCHES_DIVISOR == 0
+    )
+
+
+def _batch(config: Config, layout: Layout, documents: int) -> int:
+    """Rows of scores of a micro-batch."""
+    if not config.data.reset_attention_mask:
+        return layout.micro_batch_size
+    return _power_of_two(max(documents, layout.micro_batch_size))
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is not below `number` >= 1."""
+    return 1 << (number - 1).bit_length()

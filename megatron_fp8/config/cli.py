@@ -45,7 +45,7 @@ _MOST_DIGITS = 20
 DataCheck = Callable[[Config], DataReport]
 StartChoice = Callable[[Config, Resume | None, Holds | None], Start]
 ChosenStart = Callable[[], Start]
-Planner = Callable[[LoadedConfig, int | None], str]
+Planner = Callable[[LoadedConfig, int | None], tuple[str, list[Problem]]]
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def parse_command_line(
 
     `environ`: `RANK` and `WORLD_SIZE` as torchrun sets them; rank 0 writes messages, to standard error.
     `check_data` opens the config's files, `choose_start` looks for checkpoints, `describe_plan` says what a config
-    takes on so many ranks (None: on the fewest that fit). `holds`: what a run keeps from being changed by others from
-    the choice on; `--check` holds nothing.
+    takes on so many ranks (None: on the fewest that fit), and what is worth a warning. `holds`: what a run keeps from
+    being changed by others from the choice on; `--check` holds nothing.
     Ends the process: with code 0 after `--help`, `--print-config`, `--plan` and
     `--check`, with code 2 after any mistake.
     """
@@ -103,7 +103,10 @@ def parse_command_line(
                 speaker.end_with_answer(answer)
             speaker.answer(answer)
         if arguments.plan:
-            speaker.end_with_answer(describe_plan(loaded, world_size))
+            answer, warnings = describe_plan(loaded, world_size)
+            for warning in warnings:
+                speaker.warn(str(warning))
+            speaker.end_with_answer(answer)
         login = login_problem(loaded.config, environ, loaded.origins[WANDB_MODE])
         of_environment = [*([login] if login else []), *secret_problems(loaded.config, environ, loaded.origins)]
         of_environment = place_problems(loaded.config, environ.get("RANK", "0") == "0") + of_environment

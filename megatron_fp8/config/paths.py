@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import IO
 
 _MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
 _MOST_LINKS = 40
@@ -45,6 +46,19 @@ def why_unreadable(path: str | os.PathLike[str], wanted: tuple[str, ...] = ("a f
     if _kind(mode) not in wanted:
         return f"{shown(path)} is {_kind(mode)}, not {' or '.join(wanted)}"
     return None if _may(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)) else _denied(Path(path))
+
+
+def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> IO[bytes]:
+    """A file's bytes. OSError where it cannot be opened, or is anything but a file: a pipe would be waited for.
+
+    `flags`: the system's, how to open it; O_RDWR also writes.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise OSError(f"{shown(path)} is {_kind(mode)}, not a file")
+    return os.fdopen(descriptor, "r+b" if flags & os.O_RDWR else "rb")
 
 
 def why_unwritable(path: str | os.PathLike[str]) -> str | None:

@@ -6,19 +6,24 @@ rank that asks later finds it taken. Imports no torch.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 from pathlib import Path
 
-from megatron_fp8.config.paths import why_refused, why_unwritable
+from megatron_fp8.config.paths import open_file, why_refused, why_unwritable
 from megatron_fp8.config.place import Place
 from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.schema import Config
+
+# Of the job that writes into the directory (`faults/run_lock.py`).
+LOCK = ".lock"
 
 
 def resolve_run_directory(config: Config) -> Path:
     """`root/name`, or with `run.new_name_if_exists` the first of `name-2`, `name-3`, ... that does not exist.
 
+    Where a start failed before its run began there is nothing but a lock that nobody holds: that counts as nothing.
     Raises ConfigError when the directory exists, or cannot be made where `run.root` points to.
     """
     root = Path(config.run.root)
@@ -26,11 +31,11 @@ def resolve_run_directory(config: Config) -> Path:
     if problem is not None:
         raise ConfigError.from_problems([problem])
     for directory in candidates(root, config.run.name):
-        if not os.path.lexists(directory):
+        if _is_free(directory):
             return directory
         if not config.run.new_name_if_exists:
             break
-    free = next(path for path in candidates(root, config.run.name) if not os.path.lexists(path))
+    free = next(path for path in candidates(root, config.run.name) if _is_free(path))
     raise ConfigError.from_problems(
         [
             Problem(
@@ -55,11 +60,12 @@ def reopen_run_directory(directory: Path) -> Path:
 def create_run_directory(config: Config) -> Path:
     """Make the directory that `resolve_run_directory` names, and no other: of two jobs at once only one gets it.
 
+    Of two that find what a failed start left, the lock lets one begin.
     Raises ConfigError as that function does, and where the directory cannot be made.
     """
     while True:
         directory = resolve_run_directory(config)
-        if _make(directory, config):
+        if _make(directory, config) or _is_left_over(directory):
             return directory
         # Another job was faster: ask for the name again.
 
@@ -82,6 +88,22 @@ def _make(directory: Path, config: Config) -> bool:
         reason = f"{directory} cannot be made: {why_refused(directory, error)}"
         problem = Problem("run.root", config.run.root, reason, "a directory of your own")
         raise ConfigError.from_problems([problem]) from error
+    return True
+
+
+def _is_free(directory: Path) -> bool:
+    return not os.path.lexists(directory) or _is_left_over(directory)
+
+
+def _is_left_over(directory: Path) -> bool:
+    """Whether a start left the directory before its run began: its lock alone is there, and no process holds it."""
+    try:
+        if directory.is_symlink() or [path.name for path in directory.iterdir()] != [LOCK]:
+            return False
+        with open_file(directory / LOCK) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # held, or who holds it cannot be known
+        return False
     return True
 
 

@@ -7,6 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_fp8.config.attention import (
+    HOPPER_ATTENTION,
+    in_documents,
+    kept_score_bytes,
+    unfused_attention,
+)
+from megatron_fp8.config.determinism import KEY as DETERMINISTIC
 from megatron_fp8.config.fields import config_fields
 from megatron_fp8.config.idle import idle_keys
 from megatron_fp8.config.layout import GemmShape, Layout
@@ -23,7 +30,6 @@ CAST_BYTES_PER_SECOND = 2.5e12
 _CAST_BYTES_PER_ELEMENT = 4
 _SECONDS_PER_LAUNCH = 5e-6
 _CASTS_PER_GEMM = 3
-_FP32_BYTES = 4
 # Of scores a layer: as much as no GPU feels.
 _FEW_BYTES = 64 * 2**20
 # Elements that share a scale with blockwise scaling.
@@ -50,7 +56,7 @@ def config_warnings(loaded: LoadedConfig, layout: Layout | None) -> list[Problem
                 )
             )
     warnings += _gathers_in_bf16(loaded, layout)
-    warnings += _scores_in_fp32(loaded, layout)
+    warnings += _unfused_attention(loaded, layout)
     if layout.num_microbatches < layout.pipeline_model_parallel_size:
         warnings.append(
             Problem(
@@ -73,19 +79,34 @@ def _overridden(loaded: LoadedConfig) -> Iterator[Problem]:
         yield Problem(key, value, reason, "the key left out, where the file's value is meant", loaded.origins[key])
 
 
-def _scores_in_fp32(loaded: LoadedConfig, layout: Layout) -> Iterator[Problem]:
-    """TE has no fused attention in FP32: on GPUs its scores are a tensor, whose softmax waits for the backward pass."""
-    scores = layout.micro_batch_size * layout.attention_heads_per_rank * layout.seq_length**2
-    size = scores * _FP32_BYTES
-    if loaded.config.precision.mode != "fp32" or size < _FEW_BYTES:
+def _unfused_attention(loaded: LoadedConfig, layout: Layout) -> Iterator[Problem]:
+    """Scores that are tensors on GPUs, of which the softmax's results wait for the backward pass."""
+    config = loaded.config
+    unfused = unfused_attention(config, layout, HOPPER_ATTENTION)
+    if unfused is None:
         return
-    reason = (
-        f"on GPUs attention in FP32 is not fused: at model.seq_length={layout.seq_length} a micro-batch keeps "
-        f"{layout.micro_batch_size} x {layout.attention_heads_per_rank} heads x {layout.seq_length} x "
-        f"{layout.seq_length} scores, {size / 2**30:,.1f} GiB a layer"
+    apart = config.data.reset_attention_mask
+    size = kept_score_bytes(config, layout, documents=unfused.beyond + 1)
+    if size < _FEW_BYTES:
+        return
+    kept = f"keeps {'at least ' if apart else ''}{size / 2**30:,.1f} GiB of scores a layer"
+    if not unfused.for_determinism:
+        heads, s = layout.attention_heads_per_rank, layout.seq_length
+        shape = f"{layout.micro_batch_size} x {heads} heads x {s} x {s}"
+        reason = f"on GPUs attention in FP32 is not fused: a micro-batch {kept} ({shape} of 4 bytes)"
+        use = "precision.mode=bf16, whose attention keeps no scores"
+        yield Problem("precision.mode", "fp32", reason, use, loaded.origins["precision.mode"])
+        return
+    many = "" if unfused.is_certain else f" with more than {in_documents(unfused.beyond)}"
+    yield Problem(
+        DETERMINISTIC,
+        True,
+        "on an H100 or H200 deterministic attention over documents kept apart is not fused at "
+        f"{layout.attention_heads_per_rank} heads a rank and model.seq_length={layout.seq_length}: a micro-batch{many} "
+        f"{kept}",
+        "data.reset_attention_mask=false, or shorter samples, or more tensor parallelism",
+        loaded.origins[DETERMINISTIC],
     )
-    use = "precision.mode=bf16, whose attention keeps no scores"
-    yield Problem("precision.mode", "fp32", reason, use, loaded.origins["precision.mode"])
 
 
 def _gathers_in_bf16(loaded: LoadedConfig, layout: Layout) -> Iterator[Problem]:

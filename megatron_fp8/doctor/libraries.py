@@ -102,11 +102,14 @@ def fused_kernels(surroundings: Surroundings) -> Finding:  # noqa: ARG001
         rows = query.float().permute(1, 2, 0, 3)
         plain = torch.nn.functional.scaled_dot_product_attention(rows, rows, rows, is_causal=True)
         errors["attention"] = _difference(attention, plain.permute(2, 0, 1, 3).reshape(16, 2, 256))
-    weight = torch.ones(64, device=here.torch_device, requires_grad=True)
-    weight.grad = hidden[0].float()
-    te.optimizers.FusedAdam([weight], lr=0.1, eps=1e-8).step()
-    # Adam's first step: both moments are, bias corrected, those of this one gradient.
-    errors["FusedAdam"] = _difference(weight.detach(), 1 - 0.1 * weight.grad / (weight.grad.abs() + 1e-8))
+    ours, theirs = (torch.zeros(64, device=here.torch_device, requires_grad=True) for _ in range(2))
+    optimizers = te.optimizers.FusedAdam([ours], lr=0.1), torch.optim.Adam([theirs], lr=0.1)
+    # Adam's first step is the gradient's sign alone.
+    for gradient in hidden[:3].float():
+        for weight, optimizer in zip((ours, theirs), optimizers, strict=True):
+            weight.grad = gradient.clone()
+            optimizer.step()
+    errors["FusedAdam"] = _difference(ours.detach(), theirs.detach())
     wrong = [f"{name}: {error:.2%} off" for name, error in errors.items() if not error < 0.02]
     if wrong:
         text = f"Transformer Engine's kernels are wrong: {', '.join(wrong)}"

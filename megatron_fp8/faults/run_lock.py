@@ -18,10 +18,12 @@ from typing import TextIO
 
 from megatron_fp8.checkpoint.reading import kept
 from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.config.rundir import LOCK
 
-LOCK = ".lock"
-# A job that was started again may meet the end of the one before: a process that dies, a file server that notices.
-SECONDS_TO_WAIT = 60.0
+# A job that was started again may meet the end of the one before: a process that saves or dies, a file server that
+# notices. Rather less than the ten minutes for which the other ranks wait for this one by default.
+SECONDS_TO_WAIT = 540.0
+SECONDS_BETWEEN_WORDS = 60.0
 _SECONDS_BETWEEN_TRIES = 0.2
 
 
@@ -29,21 +31,22 @@ _SECONDS_BETWEEN_TRIES = 0.2
 def locked_run(directory: Path, seconds_to_wait: float = SECONDS_TO_WAIT) -> Iterator[None]:
     """The directory is this process's while this is entered, or until the process ends.
 
-    Raises BadInputError where another process keeps it. Says so, and goes on, where the disk has no locks.
+    Raises BadInputError where another process keeps it; until then it says every minute for whom it waits. Says so,
+    and goes on, where the disk has no locks.
     """
     with (directory / LOCK).open("a+", encoding="utf-8") as file:
-        ends = time.monotonic() + seconds_to_wait
-        told = False
+        started = says_so_at = time.monotonic()
         while not _taken(file.fileno(), directory):
-            if told and time.monotonic() >= ends:
+            now = time.monotonic()
+            if says_so_at > started and now >= started + seconds_to_wait:
                 raise BadInputError(
                     f"{directory} is in use by {_holder(file)}: it would be written by two "
                     "jobs\n    use: another run.name, or end that job first"
                 )
-            if not told:
-                waits = f"waiting {seconds_to_wait:g} s for its end"
+            if now >= says_so_at:
+                waits = f"waiting up to {started + seconds_to_wait - now:.0f} s for its end"
                 print(f"warning: {directory} is in use by {_holder(file)}: {waits}", file=sys.stderr, flush=True)
-                told = True
+                says_so_at = now + SECONDS_BETWEEN_WORDS
             time.sleep(_SECONDS_BETWEEN_TRIES)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_fp8.checkpoint.manifest import CheckpointError, damage
-from megatron_fp8.checkpoint.saved_model import MASTER, find_checkpoint, read_config
+from megatron_fp8.checkpoint.saved_model import MASTER, kept_checkpoint, read_config
 from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.tokenizer import AUTO, END_OF_DOCUMENT, HUGGING_FACE, Tokenizer
@@ -64,7 +64,13 @@ def export_checkpoint(
     CheckpointError, and leaves nothing behind, when the checkpoint is damaged or of a model that cannot be expressed.
     """
     require_new(folder)
-    checkpoint = find_checkpoint(path)
+    with kept_checkpoint(path) as checkpoint:
+        return _export(checkpoint, folder, settings, on_tensor)
+
+
+def _export(
+    checkpoint: Path, folder: Path, settings: ExportSettings, on_tensor: Callable[[str, int], None]
+) -> Exported:
     config = read_config(checkpoint)
     tokenizer = _tokenizer(config, settings) if settings.with_tokenizer else None
     # Every key that cannot be expressed, before a byte of the weights is read.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_fp8.config.attention import is_unfused_on_gpus, kept_score_bytes, score_tensor_bytes
+from megatron_fp8.config.attention import kept_score_bytes, score_tensor_bytes, unfused_attention
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.planner.gpus import Gpu
@@ -75,7 +75,8 @@ def activation_sizes(config: Config, layout: Layout, gpu: Gpu) -> ActivationSize
     rope = layout.seq_length * layout.rotary_dim * ELEMENT_BYTES["fp32"]
     positions = model.position_embedding_type == "learned_absolute"
     joined = _joined_weights(config, layout, size)
-    unfused = is_unfused_on_gpus(config) and not gpu.fuses_fp32_attention
+    found = unfused_attention(config, layout, gpu.attention)
+    unfused = found is not None and found.is_certain
     beside = 2 * masks + joined + (_unfused_attention(config, layout, gpu) if unfused else 0.0)
     (logits,) = (row.size for row in logits_rows(layout, formats) if row.format == "fp32" and "softmax" in row.tensor)
     return ActivationSizes(
@@ -90,7 +91,7 @@ def activation_sizes(config: Config, layout: Layout, gpu: Gpu) -> ActivationSize
         before_head=2 * elements * size + per_norm + tokens * (_ID_BYTES + _BOOL_BYTES),
         logits=logits * tokens,
         rope=0.0 if positions else rope,
-        scores=score_tensor_bytes(layout) if unfused else 0.0,
+        scores=score_tensor_bytes(config, layout) if unfused else 0.0,
     )
 
 
@@ -122,11 +123,12 @@ def _unfused_attention(config: Config, layout: Layout, gpu: Gpu) -> float:
 
     Less the statistics, of which fused attention keeps one for each query.
     """
-    heads, tokens, size = layout.attention_heads_per_rank, layout.tokens_per_microbatch, ELEMENT_BYTES["fp32"]
+    heads, tokens = layout.attention_heads_per_rank, layout.tokens_per_microbatch
+    size = ELEMENT_BYTES[run_formats(config).params]
     grouped = layout.num_query_groups != config.model.num_attention_heads
     repeated = 2 * heads * layout.kv_channels * size if grouped else 0
     kept = kept_score_bytes(config, layout, size if gpu.mask_bytes is None else gpu.mask_bytes)
-    return kept + tokens * (repeated - heads * size)
+    return kept + tokens * (repeated - heads * ELEMENT_BYTES["fp32"])
 
 
 def _layer(config: Config, layout: Layout, formats: Formats) -> float:

@@ -1,19 +1,17 @@
 """Owns what a plan says of `training.deterministic_mode`: what it changes on a GPU, kernels of attention above all.
 
-The conditions are those of Transformer Engine's `get_attention_backend` (its filter for determinism). Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_fp8.config.attention import is_unfused_on_gpus
+from megatron_fp8.config.attention import in_documents, kept_score_bytes, unfused_attention
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.planner.gpus import Gpu
-
-# cuDNN's deterministic backward pass over packed documents would take more memory than a Hopper has.
-_MOST_PAIRS_OF_PACKED_DOCUMENTS = 2**30
+from megatron_fp8.planner.units import in_bytes
 
 
 def deterministic_notes(config: Config, layout: Layout, gpu: Gpu) -> Iterator[str]:
@@ -28,14 +26,18 @@ def deterministic_notes(config: Config, layout: Layout, gpu: Gpu) -> Iterator[st
         "(no trees, no sums in the switches), new memory filled"
     )
     yield "  all of these take time, which was not measured and is in no number above"
-    if is_unfused_on_gpus(config):
+    unfused = unfused_attention(config, layout, gpu.attention)
+    if unfused is None or not unfused.for_determinism:
         return
-    pairs = layout.micro_batch_size * layout.attention_heads_per_rank * layout.seq_length**2
-    if not gpu.fuses_deterministic_attention:
+    if not gpu.attention.deterministic:
         lost = f"cuDNN has no deterministic backward pass for attention on the {gpu.title}"
-    elif config.data.reset_attention_mask and gpu.keeps_transposes and pairs >= _MOST_PAIRS_OF_PACKED_DOCUMENTS:
-        lost = "cuDNN's deterministic backward pass over documents kept apart does not fit at these sizes"
     else:
-        return
-    yield f"  {lost}: Transformer Engine takes flash-attn, or without it unfused"
-    yield "  attention, whose scores of s x s are in no number above"
+        lost = "cuDNN's deterministic backward pass over documents kept apart would not fit"
+        lost += "" if unfused.is_certain else f" with more than {in_documents(unfused.beyond)} in a micro-batch"
+    yield f"  {lost}: Transformer Engine's attention is unfused then"
+    kept = in_bytes(kept_score_bytes(config, layout, documents=unfused.beyond + 1))
+    if unfused.is_certain:
+        least = " at least" if config.data.reset_attention_mask else ""
+        yield f"  and keeps {kept} of scores{least} a layer and micro-batch, which the memory above counts"
+    else:
+        yield f"  and keeps {kept} of scores or more a layer and micro-batch, which the memory above does not count"

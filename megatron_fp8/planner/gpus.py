@@ -11,7 +11,9 @@ B200 (400 Gb/s) systems.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+from megatron_fp8.config.attention import HOPPER_ATTENTION, FusedAttention
 
 _HOPPER_WORKSPACE_BYTES = 32 * 2**20 + 1024
 _EARLIER_WORKSPACE_BYTES = 4 * 2**20
@@ -34,8 +36,7 @@ class Gpu:
     `peaks_tflops`: dense matrix products by format; what is missing there is unknown, for the reason in
     `unknown_peaks`. `keeps_transposes`: FP8 GEMMs read operands along one direction only, so that TE keeps per-tensor
     scaled weights transposed too (Hopper). `mask_bytes`: of an element of a dropout mask; None: as wide as the
-    activation. `gemm_workspace_bytes`: what TE sets aside for cuBLAS. `fuses_fp32_attention`: a kernel does;
-    `fuses_deterministic_attention`: cuDNN's 16-bit one can, backward pass and all.
+    activation. `gemm_workspace_bytes`: what TE sets aside for cuBLAS. `attention`: what fused kernels can do.
     """
 
     name: str
@@ -46,8 +47,7 @@ class Gpu:
     keeps_transposes: bool = False
     mask_bytes: int | None = 1
     gemm_workspace_bytes: int = _HOPPER_WORKSPACE_BYTES
-    fuses_fp32_attention: bool = False
-    fuses_deterministic_attention: bool = True
+    attention: FusedAttention = field(default_factory=FusedAttention)
 
     def peak_flops(self, format_name: str) -> float | None:
         """FLOP/s of dense products in a format; None: unknown."""
@@ -70,7 +70,8 @@ _NO_FP8 = {**_FP32, "fp8": "the A100 has no FP8 tensor cores"}
 
 def _hopper(name: str, title: str, bf16: float, fp8: float, memory: tuple[float, float], nvlink: float) -> Gpu:
     peaks = {"bf16": bf16, "fp16": bf16, "fp8": fp8}
-    return Gpu(name, title, peaks, _FP32, Board(*memory, nvlink, 50.0), keeps_transposes=True)
+    board = Board(*memory, nvlink, 50.0)
+    return Gpu(name, title, peaks, _FP32, board, keeps_transposes=True, attention=HOPPER_ATTENTION)
 
 
 def _ampere(name: str, title: str, memory: tuple[float, float], nvlink: float) -> Gpu:
@@ -83,7 +84,7 @@ def _ampere(name: str, title: str, memory: tuple[float, float], nvlink: float) -
         _NO_FP8,
         board,
         gemm_workspace_bytes=_EARLIER_WORKSPACE_BYTES,
-        fuses_deterministic_attention=False,
+        attention=FusedAttention(deterministic=False),
     )
 
 
@@ -95,7 +96,8 @@ _CPU = Gpu(
     unknown_peaks=dict.fromkeys(("fp32", "fp16", "bf16", "fp8"), _EMULATED),
     board=None,
     mask_bytes=None,
-    fuses_fp32_attention=True,
+    # Transformer Engine takes it for a Hopper.
+    attention=replace(HOPPER_ATTENTION, fp32=True),
 )
 
 GPUS: dict[str, Gpu] = {

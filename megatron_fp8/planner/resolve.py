@@ -9,8 +9,9 @@ from megatron_fp8.config.check import DataReport, check_config, fitting_world_si
 from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.length import resolve_length
 from megatron_fp8.config.load import LoadedConfig
-from megatron_fp8.config.problem import ConfigError
+from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.schema import Config
+from megatron_fp8.config.warn import config_warnings
 from megatron_fp8.planner.gpus import DEFAULT_GPU, GPUS
 from megatron_fp8.planner.plan import make_plan
 from megatron_fp8.planner.report import plan_text
@@ -18,11 +19,11 @@ from megatron_fp8.planner.report import plan_text
 DataCheck = Callable[[Config], DataReport]
 
 
-def describe_plan(loaded: LoadedConfig, world_size: int | None, check_data: DataCheck) -> str:
-    """The plan as text, on the default GPU. Raises ConfigError with every mistake."""
+def describe_plan(loaded: LoadedConfig, world_size: int | None, check_data: DataCheck) -> tuple[str, list[Problem]]:
+    """The plan as text, on the default GPU, and what is worth a warning. Raises ConfigError with every mistake."""
     loaded, vocab_size = resolve_sizes(loaded, check_data)
     layout = resolve_layout(loaded, world_size, vocab_size)
-    return plan_text(make_plan(loaded.config, layout, GPUS[DEFAULT_GPU]))
+    return plan_text(make_plan(loaded.config, layout, GPUS[DEFAULT_GPU])), config_warnings(loaded, layout)
 
 
 def resolve_sizes(loaded: LoadedConfig, check_data: DataCheck) -> tuple[LoadedConfig, int]:

@@ -3,9 +3,10 @@
 Its weights are the checkpoint's masters in the format of the parameters, its FP8 scales those that were saved. Runs
 under torchrun or in one process alone. Must not know what the model is asked.
 
-    saved = read_saved_model(path, InferenceSettings(tensor_model_parallel_size=2), world_size())
-    with open_model(saved) as model:
-        stepper = model.stepper()
+    with kept_checkpoint(path) as checkpoint:
+        saved = read_saved_model(checkpoint, InferenceSettings(tensor_model_parallel_size=2), world_size())
+        with open_model(saved) as model:
+            stepper = model.stepper()
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron_fp8 import device as devices
 from megatron_fp8.checkpoint.manifest import CheckpointError
 from megatron_fp8.checkpoint.saved_model import MASTER, SavedModel
 from megatron_fp8.config.layout import Layout, derive_layout
+from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.schema import Config
 from megatron_fp8.model.sharding import ParameterSharding, parameter_sharding
 from megatron_fp8.parallel.start import init_process_group
@@ -91,9 +93,21 @@ def open_model(saved: SavedModel) -> Iterator[LoadedModel]:
     hide_meaningless_warnings(device.emulated)
     parallel = saved.config.parallel
     init_process_group(device.backend(parallel.distributed_backend), parallel.distributed_timeout_minutes)
+    _require_one_checkpoint(saved)
     yield load_model(saved, device)
     # Not after an exception: other ranks may still be in a collective, for which this would wait.
     torch.distributed.destroy_process_group()
+
+
+def _require_one_checkpoint(saved: SavedModel) -> None:
+    """Each rank has looked for the latest one by itself, and the run may have saved a newer one in between."""
+    iterations: list[int] = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(iterations, saved.manifest.iteration)
+    if len(set(iterations)) > 1:
+        raise BadInputError(
+            f"the ranks found different checkpoints as the latest, of iterations {sorted(set(iterations))}: the run is "
+            f"still saving, or nodes do not see the same disk\n    use: --iteration {min(iterations)}"
+        )
 
 
 def load_model(saved: SavedModel, device: devices.Device) -> LoadedModel:

@@ -36,8 +36,8 @@ def bad_data(config: Config) -> DataReport:
     )
 
 
-def plan(loaded: LoadedConfig, world_size: int | None) -> str:
-    """The config's real plan, of the vocabulary above."""
+def plan(loaded: LoadedConfig, world_size: int | None) -> tuple[str, list[Problem]]:
+    """The config's real plan, of the vocabulary above, and its warnings."""
     return describe_plan(loaded, world_size, good_data)
 
 
@@ -111,6 +111,17 @@ def test_data_config_and_run_directory_are_reported_together(path: Path, capfd: 
     assert f"data.train_data_path = [data/train]  ({path}:17)" in error
     assert "optimizer.min_lr = 1.0  (command line)" in error
     assert f"run.name = small  ({path}:2)" in error
+
+
+def test_plan_warns_as_the_check_does(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = (path, "--world-size", "4", "precision.mode=fp32", "model.seq_length=4096", "optimizer.lr_warmup_init=1e-4")
+    told = {}
+    for option in ("--check", "--plan"):
+        assert exit_code(*line, option) == 0
+        told[option] = capfd.readouterr().err
+    assert told["--plan"] == told["--check"]
+    for words in ("lr_warmup_init", "attention in FP32 is not fused"):
+        assert words in told["--plan"]
 
 
 def test_plan_says_what_the_run_takes_without_its_files(path: Path, capfd: pytest.CaptureFixture[str]) -> None:

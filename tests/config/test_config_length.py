@@ -80,7 +80,7 @@ def command_of(path: Path, *overrides: str, epoch_samples: int) -> Command:
         {},
         lambda config: report,
         lambda config, resume, holds: Start(),
-        lambda loaded, size: "",
+        lambda loaded, size: ("", []),
     )
 
 

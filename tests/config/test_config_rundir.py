@@ -10,8 +10,9 @@ import pytest
 from config_samples import load_small
 
 from megatron_fp8.config.problem import ConfigError
-from megatron_fp8.config.rundir import create_run_directory, resolve_run_directory
+from megatron_fp8.config.rundir import LOCK, create_run_directory, make_run_directory_for_all, resolve_run_directory
 from megatron_fp8.config.schema import Config
+from megatron_fp8.faults.run_lock import locked_run
 
 NEW_NAME = "run.new_name_if_exists=true"
 
@@ -45,6 +46,24 @@ def test_a_broken_link_counts_as_existing(tmp_path: Path, config: Callable[..., 
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "small").symlink_to(tmp_path / "nowhere")
     assert create_run_directory(config(NEW_NAME)).name == "small-2"
+
+
+def test_what_a_start_left_that_failed_before_its_run_began_counts_as_nothing(
+    tmp_path: Path, config: Callable[..., Config]
+) -> None:
+    directory = tmp_path / "runs" / "small"
+    make_run_directory_for_all(config())
+    with locked_run(directory):
+        with pytest.raises(ConfigError, match="exists"):
+            resolve_run_directory(config())
+        assert resolve_run_directory(config(NEW_NAME)).name == "small-2"
+    assert [path.name for path in directory.iterdir()] == [LOCK]
+    for overrides in ([], [NEW_NAME]):
+        assert resolve_run_directory(config(*overrides)) == directory
+        assert create_run_directory(config(*overrides)) == directory
+    (directory / "config.yaml").touch()
+    with pytest.raises(ConfigError, match="exists"):
+        create_run_directory(config())
 
 
 def test_jobs_at_once_get_different_directories(config: Callable[..., Config]) -> None:

@@ -63,5 +63,32 @@ def test_scores_that_fp32_keeps_on_gpus_are_pointed_out(tmp_path: Path, mode: st
     loaded = load_small(tmp_path, [f"precision.mode={mode}", f"model.seq_length={seq_length}"])
     warnings = config_warnings(loaded, derive_layout(loaded.config, 1, 1000))
     assert [warning.key for warning in warnings] == (["precision.mode"] if said else [])
-    # 2 samples x 8 heads x 4096 x 4096 scores of 4 bytes.
-    assert all("2 x 8 heads x 4096 x 4096 scores, 1.0 GiB a layer" in warning.reason for warning in warnings)
+    said_of_size = "keeps 1.0 GiB of scores a layer (2 x 8 heads x 4096 x 4096 of 4 bytes)"
+    assert all(said_of_size in warning.reason for warning in warnings)
+
+
+APART = ["training.deterministic_mode=true", "data.reset_attention_mask=true", "precision.mode=bf16"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seq_length", "said"),
+    [
+        # 2 samples x 8 heads x 8192 x 8192 are 2^30; of 2 bytes, twice, and 2 x 8192 x 8192 bytes of mask.
+        (APART, 8192, "a micro-batch keeps at least 4.1 GiB"),
+        # Half as many pairs with 2^2 samples, as four documents have: the fifth makes it eight.
+        (APART, 2048, "a micro-batch with more than 16 documents keeps at least 4.1 GiB"),
+        ([*APART, "training.micro_batch_size=4"], 4096, "a micro-batch with more than 4 documents keeps at least 4.1"),
+        ([*APART, "training.micro_batch_size=8"], 4096, "a micro-batch keeps at least 4.1 GiB"),
+        # Sixteen tokens do not make so many documents.
+        (APART, 64, None),
+        (APART[1:], 8192, None),
+        ([APART[0], APART[2]], 8192, None),
+    ],
+)
+def test_documents_apart_that_determinism_leaves_unfused_are_pointed_out(
+    tmp_path: Path, overrides: list[str], seq_length: int, said: str | None
+) -> None:
+    loaded = load_small(tmp_path, [*overrides, f"model.seq_length={seq_length}"])
+    warnings = config_warnings(loaded, derive_layout(loaded.config, 1, 1000))
+    assert [warning.key for warning in warnings] == ([] if said is None else ["training.deterministic_mode"])
+    assert all(str(said) in warning.reason for warning in warnings)

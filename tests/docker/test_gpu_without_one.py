@@ -6,9 +6,15 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_fp8.config.attention import HOPPER_ATTENTION, in_documents, unfused_attention
+from megatron_fp8.config.check import fitting_world_sizes
+from megatron_fp8.config.layout import derive_layout
+from megatron_fp8.config.load import load_config
+from megatron_fp8.config.schema import Config
 from tools import attention_backends, library_order
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +36,34 @@ def test_the_table_of_attention_has_every_config_as_it_is() -> None:
     for one in attention_backends.attentions():
         shape = [f"{one.heads} / {one.groups} x {one.head_dim}", f"{one.batch} x {one.seq_length}", f"{one.dropout:g}"]
         assert found[one.config][:3] == shape, f"{one.config}: python tools/attention_backends.py --write"
+
+
+def choice(config: Config, **changes: dict[str, Any]) -> str:
+    """What `config/attention.py` says of an H100, as the table has it."""
+    for section, values in changes.items():
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+    layout = derive_layout(config, next(iter(fitting_world_sizes(config))), 32000)
+    unfused = unfused_attention(config, layout, HOPPER_ATTENTION)
+    if unfused is None:
+        return "cuDNN"
+    # The table counts documents, and so begins with one where the micro-batch has more samples.
+    return f"cuDNN up to {in_documents(unfused.beyond)}, then unfused" if unfused.beyond else "unfused"
+
+
+def test_warnings_and_plans_know_attention_as_the_table_has_it() -> None:
+    found = told()
+    for path in (ROOT / "configs").glob("*.yaml"):
+        config = load_config(str(path), []).config
+        deterministic, apart = {"deterministic_mode": True}, {"reset_attention_mask": True}
+        as_it_is = {"training": {"deterministic_mode": False}, "data": {"reset_attention_mask": False}}
+        choices = [
+            choice(config, **as_it_is),
+            choice(config, **{**as_it_is, "data": apart}),
+            choice(config, **{**as_it_is, "training": deterministic}),
+            choice(config, training=deterministic, data=apart),
+            choice(config, **as_it_is, precision={"mode": "fp32"}),
+        ]
+        assert choices == found[path.stem][3:], path.stem
 
 
 def answer_as_cudnn_does(fields: dict[str, float]) -> tuple[int, str]:

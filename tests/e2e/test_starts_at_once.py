@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
+from megatron_fp8.config.rundir import LOCK
 from megatron_fp8.faults.exit_codes import ExitCode
 from tests.e2e.conftest import TRAIN_ITERS, Tiny
 from tests.e2e.launch import PRETRAIN, Ended, clean_environment, torchrun
@@ -40,6 +41,22 @@ def wait_and_die(self):
 
 
 Pace.step_done = wait_and_die
+if __name__ == "__main__":
+    pretrain.main()
+"""
+
+
+# Ends after all checks, before training.
+FAILS = """\
+import pretrain
+from megatron_fp8.train import job
+
+
+def fail(*_):
+    raise RuntimeError("no network")
+
+
+job.run_job = fail
 if __name__ == "__main__":
     pretrain.main()
 """
@@ -112,6 +129,23 @@ def test_a_job_that_waited_for_one_that_was_killed_goes_on_from_the_newest_check
     (resume,) = events(directory, "resume")
     assert resume["iteration"] == 4
     require_one_history(directory)
+
+
+@pytest.mark.slow
+def test_a_start_that_fails_before_its_run_begins_blocks_no_other(tiny: Tiny, tmp_path: Path) -> None:
+    tiny.write_config(tmp_path, mode="fp32")
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS, encoding="utf-8")
+    failed = one_rank(script, "tiny.yaml", "--resume=auto", cwd=tmp_path)
+    assert failed.code == ExitCode.FAILED, failed.output
+    directory = tmp_path / "runs" / "tiny"
+    assert [path.name for path in directory.iterdir()] == [LOCK]
+    ended = one_rank(PRETRAIN, "tiny.yaml", cwd=tmp_path)
+    assert ended.code == 0, ended.output
+    require_one_history(directory)
+    assert [path.name for path in directory.parent.iterdir()] == ["tiny"]
+    again = one_rank(PRETRAIN, "tiny.yaml", cwd=tmp_path)
+    assert again.code == ExitCode.BAD_INPUT, again.output
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8.config.problem import BadInputError
-from megatron_fp8.faults.run_lock import LOCK, locked_run
+from megatron_fp8.config.rundir import LOCK
+from megatron_fp8.faults import run_lock
+from megatron_fp8.faults.run_lock import locked_run
 from tests.e2e.launch import clean_environment
 
 # Takes the lock, says so, and waits to be killed; a child has the file open too, as a checkpoint's writer has.
@@ -48,6 +50,18 @@ def test_a_second_job_is_refused_by_the_first_ones_name_until_that_is_killed(tmp
     # And again, in the same process.
     with locked_run(tmp_path, seconds_to_wait=0):
         pass
+
+
+def test_who_waits_says_so_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_lock, "SECONDS_BETWEEN_WORDS", 0.0)
+    with locked_run(tmp_path), pytest.raises(BadInputError), locked_run(tmp_path, seconds_to_wait=1.0):
+        pass
+    words = [line for line in capsys.readouterr().err.splitlines() if "in use by process" in line]
+    assert len(words) > 1
+    assert "waiting up to 1 s" in words[0]
+    assert "waiting up to 0 s" in words[-1]
 
 
 def test_a_disk_without_locks_is_said(

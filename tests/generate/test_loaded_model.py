@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +107,24 @@ def loss_of(path: Path, settings: InferenceSettings) -> float:
     saved = read_saved_model(path, settings, torch.distributed.get_world_size())
     model = load_model(saved, devices.prepare())
     assert not any(parameter.requires_grad for stage in model.stages for parameter in stage.parameters())
-    loss = model.stepper().evaluate(batches(_AsParts(model.config, model.groups, model.stages)), model.batch_shape)
+    parts = _AsParts(model.config, model.groups, model.stages, model.device)
+    loss = model.stepper().evaluate(batches(parts), model.batch_shape)
     parallel_state.destroy_model_parallel()
     return loss.reduced_mean()
+
+
+def refusal_of_different_iterations(path: Path) -> str:
+    """What is said where each rank found another checkpoint as the latest."""
+    import torch
+
+    from megatron_fp8.train.loaded_model import _require_one_checkpoint
+
+    saved = read_saved_model(path, InferenceSettings(tensor_model_parallel_size=2), 2)
+    _require_one_checkpoint(saved)
+    other = replace(saved.manifest, iteration=1 + torch.distributed.get_rank())
+    with pytest.raises(BadInputError) as refused:
+        _require_one_checkpoint(replace(saved, manifest=other))
+    return str(refused.value)
 
 
 @dataclass(frozen=True)
@@ -117,6 +132,7 @@ class _AsParts:
     config: Config
     groups: Any
     chunks: Any
+    device: Any
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +199,11 @@ def test_fp8_without_saved_scales_is_refused(root) -> None:
         read_saved_model(directory, InferenceSettings(mode="fp8"), 1)
     saved = read_saved_model(directory, InferenceSettings(fp8_recipe="tensorwise"), 1)
     assert saved.config.precision.mode == "fp8"
+
+
+def test_ranks_that_found_different_checkpoints_say_so(run) -> None:
+    said = run_on_ranks(2, refusal_of_different_iterations, run)
+    assert all("iterations [1, 2]" in text and "use: --iteration 1" in text for text in said)
 
 
 def test_a_damaged_checkpoint_is_refused(run, tmp_path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_fp8.config.attention import FusedAttention
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.planner.activations import activation_sizes
@@ -117,24 +118,40 @@ def test_a_run_holds_what_was_planned(case: str) -> None:
         assert observed["at most"] - workspace == pytest.approx(at_most(stage) - workspace, rel=0.05)
 
 
-UNFUSED: dict[str, dict[str, Any]] = {
-    "grouped queries": {"seq_length": 256},
-    "dropout": {**GPT, "seq_length": 256, "attention_dropout": 0.1},
-    "two layers recomputed": {"seq_length": 256, "recompute_granularity": "full", "recompute_num_layers": 2},
+UNFUSED: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "grouped queries": ("fp32", False, {"seq_length": 256}),
+    "dropout": ("fp32", False, {**GPT, "seq_length": 256, "attention_dropout": 0.1}),
+    "two layers recomputed": (
+        "fp32",
+        False,
+        {"seq_length": 256, "recompute_granularity": "full", "recompute_num_layers": 2},
+    ),
+    "documents apart": ("fp32", True, {"seq_length": 256}),
+    "documents apart, dropout": ("fp32", True, {**GPT, "seq_length": 256, "attention_dropout": 0.1}),
+    "bf16": ("bf16", False, {"seq_length": 256}),
+    "bf16, documents apart": ("bf16", True, {"seq_length": 256}),
+    # Whose softmax is torch's.
+    "bf16, documents apart, odd": ("bf16", True, {"seq_length": 252}),
+    "bf16, documents apart, dropout": ("bf16", True, {**GPT, "seq_length": 256, "attention_dropout": 0.1}),
 }
 
 
 def observe_unfused(config: Config) -> dict[str, Any]:
-    # The stand-in then leaves FP32 to TE's own unfused attention, as a GPU does.
+    # The stand-in then leaves attention to TE's own unfused one, as a GPU does.
     os.environ["NVTE_FUSED_ATTN"] = "0"
     return observe(config)
 
 
 @pytest.mark.parametrize("case", UNFUSED)
-def test_the_scores_of_fp32_attention_on_gpus_were_planned(case: str) -> None:
-    config = config_of({**LLAMA, **UNFUSED[case]}, {"mode": "fp32"}, {})
+def test_the_scores_of_unfused_attention_on_gpus_were_planned(case: str) -> None:
+    mode, apart, model = UNFUSED[case]
+    config = config_of({**LLAMA, **model}, {"mode": mode}, {})
+    # Of a GPU on which determinism leaves nothing fused.
+    training = config.training.model_copy(update={"deterministic_mode": True})
+    data = config.data.model_copy(update={"reset_attention_mask": apart})
+    config = config.model_copy(update={"training": training, "data": data})
     layout = derive_layout(config, 1, VOCAB_SIZE)
-    gpu = replace(GPUS["cpu"], fuses_fp32_attention=False)
+    gpu = replace(GPUS["cpu"], attention=FusedAttention(deterministic=False))
     (planned,) = stage_memories(config, layout, gpu)
     (fused,) = stage_memories(config, layout, GPUS["cpu"])
     (observed,) = run_on_ranks(1, observe_unfused, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from megatron_fp8.checkpoint.manifest import (
     write_whole,
 )
 from megatron_fp8.checkpoint.plain_index import INDEX, read_plain_index
+from megatron_fp8.checkpoint.reading import kept
 from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.hf.folder import INDEX as HF_INDEX
 from megatron_fp8.hf.folder import read_folder
@@ -118,6 +120,24 @@ def test_a_link_to_a_file_elsewhere_is_damage_although_its_content_is_right(
     write_manifest(checkpoint, Manifest(1, "", {}, {}, {}, files={"data": file_sum(outside / "precious")}))
     (found,) = damage(checkpoint)
     assert "is a link" in found
+
+
+@pytest.mark.parametrize("name", [MANIFEST, INDEX, TRACKER])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(directory: CheckpointDirectory, name: str) -> None:
+    commit(directory, 1)
+    checkpoint = commit(directory, 2)
+    place = directory.root if name == TRACKER else checkpoint
+    (place / name).unlink(missing_ok=True)
+    os.mkfifo(place / name)
+    read = {MANIFEST: read_manifest, INDEX: read_plain_index, TRACKER: lambda _: directory.latest()}
+    with pytest.raises(CheckpointError, match=f"{name}.* cannot be read.*is a pipe, not a file"):
+        read[name](checkpoint)
+    with kept(checkpoint) as is_there:
+        assert is_there
+    if name == MANIFEST:
+        assert directory.newest_whole() == 1
+        commit(directory, 3)
+        assert directory.prune(keep_last=1, retain_interval=None) == [1, 2]
 
 
 @pytest.mark.parametrize("iteration", ["../../outside", "1", 1.5, True, -1, None])
