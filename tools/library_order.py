@@ -32,6 +32,8 @@ ORDERS = {
         "import torch; torch.backends.cudnn.version(); import transformer_engine.common"
     ),
 }
+# Variables that choose libraries, or what they do.
+_LEFT_OUT = ("CUDA", "CUDNN", "NVTE")
 _JUDGE = """
 import sys
 from pathlib import Path
@@ -62,7 +64,7 @@ def load(order: str, beside: Sequence[Path], toolkit: Path = Path("/usr/local/cu
         command = f"{' && '.join(prepared)} || exit 99; exec {shlex.join([sys.executable, '-c', code])}"
         paths = [*map(str, beside), "/usr/local/nvidia/lib", "/usr/local/nvidia/lib64"]
         environment = {"LD_LIBRARY_PATH": os.pathsep.join(paths), "PYTHONPATH": str(ROOT)}
-        kept = {name: value for name, value in process_environment().items() if not name.startswith(("CUDA", "CUDNN", "NVTE"))}
+        kept = {name: value for name, value in process_environment().items() if not name.startswith(_LEFT_OUT)}
         ended = subprocess.run(
             ["unshare", "--mount", "bash", "-c", command],
             env={**kept, **environment},
