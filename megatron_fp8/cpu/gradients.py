@@ -1,6 +1,8 @@
-"""Gradients of host tensors are the host's: autograd makes them in C++, where nobody says whose they are.
+"""Gradients are where their tensors are: autograd makes them in C++, where nobody says whose they are.
 
-What a hook of a host tensor is given is not covered and counts as the GPU's.
+One from elsewhere that a backward pass is to begin with is refused as autograd refuses it; one without dimensions is
+moved, as there. What a hook of a host tensor is given is not covered and counts as the GPU's, as is what hooks and a
+function's `backward` return.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_fp8.cpu.placement import HostTensor, is_on_host, put_on_host, tensors_in
+from megatron_fp8.cpu import streams
+from megatron_fp8.cpu.placement import HostTensor, is_on_host, put_on_host, real_device, tensors_in
 
 
 def _of_the_host(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -18,14 +21,47 @@ def _of_the_host(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(each.as_subclass(HostTensor) if type(each) is torch.Tensor else each for each in gradients)
 
 
+def _expect(gradient: Any, index: int, on_host: bool) -> None:
+    """Raise autograd's error where `gradient`, the number `index` of those given, is not where it belongs."""
+    if not isinstance(gradient, torch.Tensor) or is_on_host(gradient) == on_host or gradient.dim() == 0:
+        return
+    if real_device(gradient).type == "cpu":
+        wanted, found = ("cpu", gradient.device) if on_host else (f"cuda:{streams.current_device()}", "cpu")
+        raise RuntimeError(f"invalid gradient at index {index} - expected device {wanted} but got {found}")
+
+
+def _expect_roots(outputs: Any, gradients: Any) -> None:
+    given = (gradients,) if isinstance(gradients, torch.Tensor) else gradients or ()
+    roots = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    for index, (root, gradient) in enumerate(zip(roots, given, strict=False)):
+        if isinstance(root, torch.Tensor):
+            _expect(gradient, index, is_on_host(root))
+
+
+def _patch_roots() -> None:
+    backward = torch.autograd.backward
+
+    @functools.wraps(backward)
+    def passed(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        if grad_tensors is not None:
+            _expect_roots(tensors, grad_tensors)
+        backward(tensors, grad_tensors, *args, **kwargs)
+
+    torch.autograd.backward = passed  # type: ignore[assignment]
+
+
 def patch_gradients() -> None:
-    """Mark what `torch.autograd.grad` returns, and what functions on host tensors get for their backward."""
+    """Mark what `torch.autograd.grad` returns, and what functions on host tensors get for their backward; look at what
+    backward passes begin with."""
+    _patch_roots()
     grad = torch.autograd.grad
     apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     @functools.wraps(grad)
-    def gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        found = grad(outputs, inputs, *args, **kwargs)
+    def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        if grad_outputs is not None:
+            _expect_roots(outputs, grad_outputs)
+        found = grad(outputs, inputs, grad_outputs, *args, **kwargs)
         for tensor, gradient in zip(tensors_in((inputs,)), found, strict=True):
             if gradient is not None and is_on_host(tensor):
                 put_on_host(gradient)

@@ -26,6 +26,8 @@ _ELEMENT_WISE = frozenset(
 _FILLING = {"masked_fill": 2, "index_fill": 3, "where": 1}
 # Views of their first argument, of whose others they read only the shape.
 _VIEWS = frozenset({"view_as", "expand_as", "reshape_as"})
+# A list of tensors of the GPU and one number, which is read.
+_BY_NUMBER = frozenset({"_foreach_mul", "_foreach_div"})
 # Read only shapes and dtypes, or copy.
 _TAKE_ANY = _VIEWS.union(
     "is_same_size result_type can_cast promote_types "
@@ -50,7 +52,7 @@ def _writes_first(name: str) -> bool:
 
 def stays(name: str) -> bool:
     """Whether the result of the operation `name` is where its first argument is, whatever the others are."""
-    return name in _VIEWS
+    return name in _VIEWS or _plain(name) == "getitem"
 
 
 def written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -70,6 +72,8 @@ def refusal(
     if plain in _INDEXING and args:
         return _refused_index(args, host)
     two_devices = f"{_TWO_DEVICES} (in {name})"
+    if plain in _BY_NUMBER and len(host) == 1 and host[0].dim() == 0 and len(args) > 1 and args[1] is host[0]:
+        return None
     if plain not in _ELEMENT_WISE or any(tensor.dim() for tensor in host):
         return two_devices
     numbers = args[_FILLING.get(plain, 0) :]
@@ -80,11 +84,17 @@ def refusal(
     return None if gpu else two_devices
 
 
+def _is_integer(index: torch.Tensor) -> bool:
+    masks = (torch.bool, torch.uint8)
+    return not (index.dim() or index.dtype in masks or index.is_floating_point() or index.is_complex())
+
+
 def _refused_index(args: Sequence[Any], host: Sequence[torch.Tensor]) -> str | None:
     """`x[indices]`, `x[indices] = value`: the indices may be the host's, the value a number."""
     indexed, indices = args[0], args[1] if len(args) > 1 else ()
     listed = indices if isinstance(indices, (tuple, list)) else (indices,)
-    tensors = [index for index in listed if isinstance(index, torch.Tensor)]
+    # An integer without dimensions is read, as a number of Python's.
+    tensors = [index for index in listed if isinstance(index, torch.Tensor) and not _is_integer(index)]
     on_host = any(indexed is tensor for tensor in host)
     if on_host and not all(any(index is tensor for tensor in host) for index in tensors):
         return "indices should be either on cpu or on the same device as the indexed tensor (cpu)"

@@ -96,6 +96,7 @@ TAKEN: dict[str, Both] = {
     "new_tensor": lambda h, g: g.new_tensor(h),
     "expand_as": lambda h, g: g[0].expand_as(h),
     "view_as": lambda h, g: g.view_as(h),
+    "foreach with a number": lambda h, g: torch._foreach_mul([g], h[0, 1])[0],
 }
 
 
@@ -191,6 +192,31 @@ def test_backward_is_looked_at(host: Tensor, gpu: Tensor) -> None:
         x = tensor.clone().requires_grad_()
         Doubled.apply(x, tensor).sum().backward()
         assert torch.equal(x.grad, tensor)
+
+
+def test_the_host_is_indexed_by_a_number_of_the_gpu(host: Tensor, gpu: Tensor) -> None:
+    two = gpu[0, 1].long()
+    assert torch.equal(host[two], host[2])
+    assert torch.equal(host[1, two], host[1, 2])
+    host[two] = 0.0
+    assert not host[2].any()
+    with pytest.raises(RuntimeError, match="indices should be"):
+        host[two > 0]
+
+
+def test_gradients_from_elsewhere_are_refused(host: Tensor, gpu: Tensor) -> None:
+    for here, elsewhere in ((gpu, host), (host, gpu)):
+        message = f"invalid gradient at index 0 - expected device {here.device} but got {elsewhere.device}"
+        x = here.clone().requires_grad_()
+        with pytest.raises(RuntimeError, match=message):
+            (x * 2).backward(elsewhere)
+        with pytest.raises(RuntimeError, match=message):
+            torch.autograd.backward([x * 2], [elsewhere])
+        with pytest.raises(RuntimeError, match=message):
+            torch.autograd.grad(x * 2, x, elsewhere)
+        assert x.grad is None
+        (x * 2).backward(here)
+        assert torch.equal(x.grad, 2 * here)
 
 
 def test_other_threads_are_looked_at(host: Tensor, gpu: Tensor) -> None:
