@@ -47,7 +47,7 @@ class Device:
                 "parallel.distributed_backend",
                 requested,
                 "NCCL needs CUDA, which this machine lacks",
-                "parallel.distributed_backend=auto, which takes gloo here",
+                "parallel.distributed_backend=auto, by which gloo stands in for NCCL here",
             )
             raise ConfigError.from_problems([problem])
         return self.collective_backend if requested == "auto" else requested

@@ -24,6 +24,7 @@ _DTYPES = frozenset(
 # Complex numbers travel as pairs of these.
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _NOT_REDUCED = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _ON_COMPLEX = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)
 _PREMULTIPLIED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -49,7 +50,7 @@ def check_tensors(*values: Any) -> None:
 
 def check_reduction(op: Any, *values: Any) -> None:
     """Raise where NCCL does not reduce `values` with `op`: ValueError for the operation, TypeError for one that the
-    dtype does not have, RuntimeError for the rest."""
+    dtype does not have, RuntimeError for the rest; NotImplementedError where NCCL does and this stand-in does not."""
     kind = reduction(op)
     if kind in _BITWISE:
         raise ValueError(f"Cannot use ReduceOp.{kind.name} with NCCL")
@@ -59,6 +60,10 @@ def check_reduction(op: Any, *values: Any) -> None:
             raise RuntimeError(f"all_reduce does not support ReduceOp.{kind.name} on complex tensors")
         if dtype in _NOT_REDUCED:
             raise RuntimeError(f"Unsupported Float8 type for NCCL reduction: {dtype}")
+        if dtype in _FP8:
+            raise NotImplementedError(
+                f"reductions of {dtype} are not emulated: NCCL adds float8 numbers, gloo has no such sum"
+            )
         if dtype == torch.bool and kind == ReduceOp.AVG:
             raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
         if kind == ReduceOp.PREMUL_SUM and _REAL.get(dtype, dtype) not in _PREMULTIPLIED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -265,3 +266,118 @@ def test_scales_from_amaxes() -> None:
     assert torch.cat(inverses).tolist() == pytest.approx([1 / 224.0, 1.0, 1.0, 1 / 4.48e32])
     tex.multi_tensor_compute_scale_and_scale_inv(2048, flag, [amaxes, scales, inverses], 448.0, True, 0.0)
     assert scales[0].item() == 128.0
+
+
+def test_fused_sgd_in_fp16_adds_in_fp16() -> None:
+    """TE's kernel rounds `lr * d` to FP16 and then the sum, as CUDA's `half += float` does."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    p, g, m = (torch.randn(500, generator=generator).half() for _ in range(3))
+    before, gradients, momenta = (t.float().cpu().numpy() for t in (p, g, m))
+    velocity = momenta * np.float32(0.125) + gradients
+    change = np.float32(-0.25) * velocity
+    wanted = before.astype(np.float16) + change.astype(np.float16)
+    assert (wanted != (before + change).astype(np.float16)).any()
+    tex.multi_tensor_sgd(2048, FLAG, [[g], [p], [m]], 0.0, 0.125, 0.0, 0.25, False, False, False, 1.0)
+    assert np.array_equal(p.cpu().numpy(), wanted)
+    assert np.array_equal(m.cpu().numpy(), velocity.astype(np.float16))
+
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def zeros(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device="cuda")
+
+
+FLAG, ONE, ONE_STEP = zeros(1, dtype=torch.int), zeros(1) + 1, zeros(1, dtype=torch.int) + 1
+
+
+def lists(*dtypes: torch.dtype) -> list[list[torch.Tensor]]:
+    return [[zeros(3, 4).to(dtype), zeros(5).to(dtype)] for dtype in dtypes]
+
+
+def adam(tensor_lists: Any, name: str = "multi_tensor_adam", *more: Any) -> Callable[[], Any]:
+    options = (LR, *BETAS, EPSILON, 1, 1, 1, 0.0)
+    return lambda: getattr(tex, name)(2048, FLAG, tensor_lists, *options, *more)
+
+
+def capturable(tensor_lists: Any, name: str = "multi_tensor_adam_capturable") -> Callable[[], Any]:
+    options = (ONE, *BETAS, EPSILON, ONE_STEP, 1, 1, 0.0, ONE)
+    return lambda: getattr(tex, name)(2048, FLAG, tensor_lists, *options)
+
+
+def sgd(tensor_lists: Any) -> Callable[[], Any]:
+    return lambda: tex.multi_tensor_sgd(2048, FLAG, tensor_lists, 0.0, 0.9, 0.0, LR, False, False, False, 1.0)
+
+
+def norm(*tensors: torch.Tensor) -> Callable[[], Any]:
+    return lambda: tex.multi_tensor_l2norm(2048, FLAG, [list(tensors)], False)
+
+
+def scale(sources: Any, destinations: Any) -> Callable[[], Any]:
+    return lambda: tex.multi_tensor_scale(2048, FLAG, [sources, destinations], 1.0)
+
+
+FULL = zeros(4, 4)
+# By name: the call, and words of TE's error.
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "no lists": (lambda: tex.multi_tensor_l2norm(2048, FLAG, [], False), "List of tensors is empty"),
+    "no tensors": (norm(), "no tensors"),
+    "lists of other lengths": (adam([*lists(FP32, FP32, FP32), [FULL]]), "Wrong number of tensors"),
+    "three lists": (adam(lists(FP32, FP32, FP32)), "Expected 4 or 5 tensor lists, but found 3"),
+    "empty tensor": (norm(zeros(0)), "at least one chunk"),
+    "other sizes": (scale([FULL], [zeros(15)]), "elements"),
+    "gaps": (norm(zeros(4, 8)[:, :4]), "has gaps"),
+    "another order of memory": (scale([FULL], [zeros(4, 4).t()]), "lie differently"),
+    "norm of integers": (norm(zeros(4, dtype=torch.int32)), "Unsupported dtype torch.int32"),
+    "norm of two dtypes": (norm(FULL, FULL.half()), "Input tensor 1 has dtype"),
+    "scaled into FP64": (scale([FULL], [FULL.double()]), "Unsupported dtype torch.float64"),
+    "gradients of two dtypes": (
+        adam([[zeros(3, 4), zeros(5).half()], *lists(FP32, FP32, FP32)]),
+        "Grad tensor 1 has dtype",
+    ),
+    "FP64 parameters": (adam(lists(FP32, torch.float64, FP32, FP32)), "Unsupported dtype torch.float64"),
+    "FP16 moments": (adam(lists(FP32, FP32, FP16, FP16)), "both be Float32 or both be BFloat16"),
+    "moments of two dtypes": (adam(lists(FP32, FP32, FP32, BF16)), "both be Float32 or both be BFloat16"),
+    "BF16 masters": (adam(lists(FP32, BF16, FP32, FP32, BF16)), "Master param tensor 0"),
+    "FP16 with remainders": (
+        adam(lists(FP32, FP16, FP32, FP32, torch.int16), "multi_tensor_adam_param_remainder"),
+        "Unsupported dtype torch.float16 of Param",
+    ),
+    "remainders in INT32": (
+        adam(lists(FP32, BF16, FP32, FP32, torch.int32), "multi_tensor_adam_param_remainder"),
+        "Param remainder tensor 0",
+    ),
+    "FP8's moments in BF16": (
+        adam(lists(FP32, torch.uint8, BF16, BF16, FP32, FP32, FP32, FP32), "multi_tensor_adam_fp8", 4),
+        "First moment tensor 0",
+    ),
+    "capturable of two dtypes": (capturable(lists(FP32, BF16, FP32, FP32)), "Param tensor 0"),
+    "capturable with FP16 masters": (
+        capturable(lists(BF16, BF16, FP32, FP32, FP16), "multi_tensor_adam_capturable_master"),
+        "Master param tensor 0",
+    ),
+    "SGD in BF16": (sgd(lists(BF16, BF16, BF16)), "Unsupported combination of weight and gradient"),
+    "SGD of FP16 with FP32 momentum": (sgd(lists(FP16, FP16, FP32)), "Unsupported combination"),
+    "SGD with BF16 copies": (sgd(lists(FP32, FP32, FP32, BF16)), "should always be fp16"),
+    "scales in FP64": (
+        lambda: tex.multi_tensor_compute_scale_and_scale_inv(
+            *(2048, FLAG, lists(torch.float64, FP32, FP32), 448.0, False, 0.0)
+        ),
+        "Scaling tensor 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_te_refuses_is_refused(name: str) -> None:
+    call, words = REFUSED[name]
+    with pytest.raises(RuntimeError, match=words):
+        call()
+
+
+def test_tensors_that_lie_alike_are_taken() -> None:
+    """A transposed parameter and its gradient, in one order of memory, are walked together."""
+    g, p, m, v = (torch.ones(4, 6).t() for _ in range(4))
+    adam([[g], [p], [m], [v]])()
+    assert (p < 1).all()

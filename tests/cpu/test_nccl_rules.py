@@ -49,6 +49,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: dist.all_reduce(of(torch.float8_e4m3fnuz)),
         *(RuntimeError, "Unsupported Float8 type"),
     ),
+    **{
+        f"{name} of {dtype}": (
+            lambda call=call, dtype=dtype: call(dtype),
+            *(NotImplementedError, f"reductions of {dtype} are not emulated"),
+        )
+        for name, call in {
+            "all_reduce": lambda dtype: dist.all_reduce(of(dtype)),
+            "reduce": lambda dtype: dist.reduce(of(dtype), 0),
+            "reduce_scatter_tensor": lambda dtype: dist.reduce_scatter_tensor(of(dtype, 2), of(dtype, 4)),
+        }.items()
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    },
     "reduce BAND": (lambda: dist.reduce(of(torch.int32), 0, dist.ReduceOp.BAND), ValueError, "BAND with NCCL"),
     "reduce_scatter BXOR": (
         lambda: dist.reduce_scatter_tensor(of(torch.int32, 2), of(torch.int32, 4), dist.ReduceOp.BXOR),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -171,3 +172,58 @@ def test_results_are_contiguous_whatever_the_input_is(interleaved: bool, rotated
             *(freqs, None, tex.NVTE_QKV_Format.NVTE_SBHD, interleaved, None, 1, 0),
         )
         assert padded.is_contiguous()
+
+
+SBHD, THD = tex.NVTE_QKV_Format.NVTE_SBHD, tex.NVTE_QKV_Format.NVTE_THD
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, device="cuda")
+
+
+FREQS, LENGTHS = zeros(8, 1, 1, 4), torch.tensor([0, 8], dtype=torch.int32, device="cuda")
+
+
+def rope(
+    shape: tuple[int, ...],
+    freqs: torch.Tensor = FREQS,
+    kind: Any = SBHD,
+    starts: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    cp_size: int = 1,
+) -> list[Callable[[], Any]]:
+    functions = (tex.fused_rope_forward, tex.fused_rope_backward)
+    return [lambda f=f: f(zeros(*shape), freqs, starts, kind, False, lengths, cp_size, 0) for f in functions]
+
+
+def joint(qkv: torch.Tensor, q_freqs: torch.Tensor = FREQS, k_freqs: torch.Tensor = FREQS) -> list[Callable[[], Any]]:
+    return [lambda: tex.fused_qkv_rope_forward(qkv, q_freqs, k_freqs, None, [8, 4, 4], SBHD, False, 1, 0)]
+
+
+BF16_FREQS, WIDE_FREQS = FREQS.bfloat16(), zeros(8, 2, 1, 4)
+# By name: the calls, and words of TE's error.
+REFUSED: dict[str, tuple[list[Callable[[], Any]], str]] = {
+    "freqs of 2 axes": (rope((8, 1, 2, 4), FREQS.view(8, 4)), "expected 4D tensor of freqs"),
+    "freqs for each sequence": (rope((8, 1, 2, 4), WIDE_FREQS), "second and third dims"),
+    "BF16 freqs": (rope((8, 1, 2, 4), BF16_FREQS), "Dtype of the freqs tensor"),
+    "3 axes": (rope((8, 2, 4)), "expected 4D tensor"),
+    "thd of 4 axes": (rope((8, 1, 2, 4), kind=THD, lengths=LENGTHS), "expected 3D tensor"),
+    "thd without lengths": (rope((8, 2, 4), kind=THD), "expected cu_seqlens"),
+    "lengths of 2 axes": (rope((8, 2, 4), kind=THD, lengths=LENGTHS.view(1, 2)), "1D tensor of cu_seqlens"),
+    "starts of 2 axes": (rope((8, 1, 2, 4), starts=LENGTHS.view(1, 2)), "1D tensor of start_positions"),
+    "too long": (rope((9, 1, 2, 4)), "longer sequence length"),
+    "too long on all ranks": (rope((6, 1, 2, 4), cp_size=2), "longer sequence length"),
+    "more angles than features": (rope((8, 1, 2, 2)), "equals or is greater"),
+    "more angles than features of thd": (rope((8, 2, 2), kind=THD, lengths=LENGTHS), "equals or is greater"),
+    "joint in BF16 freqs": (joint(zeros(8, 1, 1, 16), k_freqs=BF16_FREQS), "Dtype of the freqs tensor"),
+    "joint of 3 axes": (joint(zeros(8, 1, 16)), "expected 4D input tensor"),
+    "joint out of order": (joint(zeros(1, 8, 1, 16).expand(8, 8, 1, 16)), "must be contiguous"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_te_refuses_is_refused(name: str) -> None:
+    calls, words = REFUSED[name]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=words):
+            call()

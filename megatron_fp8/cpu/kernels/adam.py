@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_fp8.cpu.kernels import casts
 from megatron_fp8.cpu.kernels.dtypes import torch_dtype
+from megatron_fp8.cpu.kernels.list_limits import check_adam, check_adam_alike, check_dtype
 
 __all__ = [
     "multi_tensor_adam",
@@ -96,11 +97,13 @@ def multi_tensor_adam(
     weight_decay: float,
 ) -> None:
     """Lists g, p, m, v: parameters FP32, BF16 or FP16; or g, p, m, v, master: FP32 masters, rounded into p."""
+    check_adam(tensor_lists, (4, 5))
     adam = _Adam(lr, beta1, beta2, epsilon, int(step), mode, bias_correction, weight_decay)
     if len(tensor_lists) == 4:
         for g, p, m, v in zip(*tensor_lists, strict=True):
             _update_rounded(adam, g, p, m, v)
         return
+    check_dtype("Master param", tensor_lists[4])
     for g, p, m, v, master in zip(*tensor_lists, strict=True):
         adam.update(g, master, m, v)
         p.copy_(master)
@@ -133,6 +136,8 @@ def multi_tensor_adam_param_remainder(
 
     p is the master rounded half up in its last place, so a negative remainder says that p was rounded up.
     """
+    check_adam(tensor_lists, (5,), [torch.bfloat16])
+    check_dtype("Param remainder", tensor_lists[4], torch.int16)
     adam = _Adam(lr, beta1, beta2, epsilon, int(step), mode, bias_correction, weight_decay)
     for g, p, m, v, remainder in zip(*tensor_lists, strict=True):
         low = remainder.to(torch.int32)
@@ -164,6 +169,10 @@ def multi_tensor_adam_fp8(
 
     p is the master times scale as float8; the master's amax is taken into `amax`; `scale_inv` is 1 / scale.
     """
+    check_adam(tensor_lists, (8,), [torch.uint8, torch_dtype(fp8_dtype)])
+    names = ("First moment", "Second moment", "Master param", "Scale", "Absmax", "Scale-inverse")
+    for name, tensors in zip(names, tensor_lists[2:], strict=True):
+        check_dtype(name, tensors)
     adam = _Adam(lr, beta1, beta2, epsilon, int(step), mode, bias_correction, weight_decay)
     for g, p, m, v, master, scale, amax, scale_inv in zip(*tensor_lists, strict=True):
         adam.update(g, master, m, v)
@@ -191,6 +200,7 @@ def multi_tensor_adam_capturable(
 
     Nothing is done where `noop_flag` is 1.
     """
+    check_adam_alike(tensor_lists, 4)
     if int(noop_flag) == 1:
         return
     adam = _Adam(float(lr), beta1, beta2, epsilon, int(step), mode, bias_correction, weight_decay)
@@ -215,6 +225,8 @@ def multi_tensor_adam_capturable_master(
     inv_scale: Tensor,
 ) -> None:
     """Lists g, p, m, v, master (FP32); otherwise as `multi_tensor_adam_capturable`."""
+    check_adam_alike(tensor_lists, 5)
+    check_dtype("Master param", tensor_lists[4])
     if int(noop_flag) == 1:
         return
     adam = _Adam(float(lr), beta1, beta2, epsilon, int(step), mode, bias_correction, weight_decay)

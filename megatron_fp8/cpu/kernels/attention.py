@@ -38,14 +38,18 @@ __all__ = ["fused_attn_bwd", "fused_attn_fwd", "get_fused_attn_backend"]
 def get_fused_attn_backend(fused_attn_params: Any) -> tuple[NVTE_Fused_Attn_Backend, str]:
     """The sub-backend for TE's `FusedAttentionParams`, and why there is none.
 
-    FP32, BF16 and FP16 with any mask, window, dropout, grouped or multi-query heads and every layout except
-    paged KV caches are taken. TE runs its unfused path for what is refused: FP8 attention, biases, softmax
-    with an offset, and the maximum logit.
+    BF16 and FP16 with any mask, window, dropout, grouped or multi-query heads and every layout except paged KV
+    caches are taken, in head sizes that cuDNN has. TE runs its unfused path for what is refused: FP32 (which
+    `attention_backend` brings back to this kernel), FP8 attention, biases, softmax with an offset, and the maximum
+    logit.
     """
     layout = NVTE_QKV_Layout(int(fused_attn_params.qkv_layout)).name
     dtype = torch_dtype(fused_attn_params.qkv_dtype)
     refusals = {
-        f"qkv dtype {dtype}": dtype not in (torch.float32, torch.bfloat16, torch.float16),
+        f"qkv dtype {dtype}": dtype not in (torch.bfloat16, torch.float16),
+        f"heads of {fused_attn_params.head_dim_qk} and {fused_attn_params.head_dim_v}": not _has_head_dims(
+            fused_attn_params
+        ),
         f"bias type {fused_attn_params.bias_type!r}": int(fused_attn_params.bias_type) != NVTE_Bias_Type.NVTE_NO_BIAS,
         f"softmax type {fused_attn_params.softmax_type!r}": (
             int(fused_attn_params.softmax_type) != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
@@ -57,6 +61,21 @@ def get_fused_attn_backend(fused_attn_params: Any) -> tuple[NVTE_Fused_Attn_Back
     if reasons:
         return NVTE_Fused_Attn_Backend.NVTE_No_Backend, f"no CPU stand-in for {', '.join(reasons)}"
     return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
+
+
+def _has_head_dims(params: Any) -> bool:
+    """Whether cuDNN of the version in `library` has kernels for these head sizes, by TE's `fused_attn.cpp`."""
+    sizes = (int(params.head_dim_qk), int(params.head_dim_v))
+    if any(size % 8 for size in sizes):
+        return False
+    if max(sizes) <= 128:
+        return True
+    if not params.is_training:
+        causal = (NVTE_Mask_Type.NVTE_CAUSAL_MASK, NVTE_Mask_Type.NVTE_PADDING_CAUSAL_MASK)
+        return int(params.max_seqlen_q) > 1 or int(params.attn_mask_type) not in causal
+    if torch.cuda.get_device_capability() >= (10, 0):
+        return sizes == (192, 128)
+    return max(sizes) <= 256 and (sizes[0] == sizes[1] or min(sizes) < 128 or sizes == (192, 128))
 
 
 def _require_supported(bias_type: Any, softmax_type: Any, options: dict[str, bool]) -> None:

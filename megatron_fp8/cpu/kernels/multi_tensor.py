@@ -6,6 +6,7 @@
 import torch
 from torch import Tensor
 
+from megatron_fp8.cpu.kernels.list_limits import check_dtype, check_floats, check_lists, check_sgd
 from megatron_fp8.cpu.kernels.scaling import scale_from_amax
 
 __all__ = [
@@ -35,8 +36,6 @@ def _piece_norms(tensor: Tensor) -> Tensor:
 
 def _norms(tensors: list[Tensor]) -> Tensor:
     """FP64 `[num_tensors]`."""
-    if not tensors:
-        return torch.zeros(0, dtype=torch.float64)
     return torch.stack([torch.linalg.vector_norm(_piece_norms(t), dtype=torch.float64) for t in tensors])
 
 
@@ -55,7 +54,9 @@ def multi_tensor_l2norm(
 
     NaN and infinities propagate, and so does a sum of 2048 squares that exceeds FP32.
     """
+    check_lists(tensor_lists, (1,))
     (tensors,) = tensor_lists
+    check_floats("Input", tensors)
     return _results(_norms(tensors), per_tensor_python)
 
 
@@ -67,7 +68,9 @@ def multi_tensor_unscale_l2norm(
     per_tensor_python: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`multi_tensor_l2norm` of the tensors times `inv_scale` (FP32 `[1]`), which stay as they are."""
+    check_lists(tensor_lists, (1,))
     (tensors,) = tensor_lists
+    check_floats("Input", tensors)
     return _results(_norms(tensors) * inv_scale.abs().double().reshape(()), per_tensor_python)
 
 
@@ -86,7 +89,10 @@ def multi_tensor_scale(
 
     Sets `noop_flag` to 1 where a source is not finite.
     """
+    check_lists(tensor_lists, (2,))
     sources, destinations = tensor_lists
+    check_floats("Input", sources)
+    check_floats("Output", destinations)
     for source, destination in zip(sources, destinations, strict=True):
         if not _all_finite(source):
             noop_flag.fill_(1)
@@ -112,6 +118,9 @@ def multi_tensor_compute_scale_and_scale_inv(
     epsilon: float,
 ) -> None:
     """Lists amaxes, scales, scale_invs, FP32 `[1]` each: scales of current scaling from amaxes, and their inverses."""
+    check_lists(tensor_lists, (3,))
+    for tensors in tensor_lists:
+        check_dtype("Scaling", tensors)
     for amax, scale, scale_inv in zip(*tensor_lists, strict=True):
         scale.copy_(scale_from_amax(amax, max_fp8, force_pow_2_scales, epsilon).reshape(scale.shape))
         torch.reciprocal(scale, out=scale_inv)
@@ -131,12 +140,14 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """Lists g, p, momentum, and with a fourth the 16-bit copies of FP32 p; nothing is done where `noop_flag` is 1.
+    """Lists g, p, momentum, and with a fourth FP16 copies of FP32 p; nothing is done where `noop_flag` is 1.
 
     In FP32, with `g = g * scale` and, before or after the momentum step, `g += weight_decay * p`:
     `m = momentum * m + (1 - dampening) * g` (`m = g` on the first run), `d = g + momentum * m` with Nesterov and m
-    without, `p -= lr * d` (Sutskever et al. 2013 with the learning rate outside the velocity, as in torch).
+    without, `p -= lr * d` (Sutskever et al. 2013 with the learning rate outside the velocity, as in torch). FP16 p is
+    added to in FP16, so that `lr * d` is rounded first.
     """
+    check_sgd(tensor_lists)
     if int(noop_flag) == 1:
         return
     copies = tensor_lists[3] if len(tensor_lists) > 3 else [None] * len(tensor_lists[0])
@@ -150,6 +161,6 @@ def multi_tensor_sgd(
             gradient = gradient.add_(velocity, alpha=momentum) if nesterov else velocity
         if weight_decay != 0 and wd_after_momentum:
             gradient.add_(parameter, alpha=weight_decay)
-        p.copy_(parameter.sub_(gradient, alpha=lr))
+        p.add_((gradient * -lr).to(p.dtype))
         if copy is not None:
             copy.copy_(p)

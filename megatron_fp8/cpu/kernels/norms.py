@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_fp8.cpu.kernels.norm_limits import check_backward, check_forward
 from megatron_fp8.cpu.kernels.outputs import deliver, high_precision_dtype
 
 __all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_bwd_add", "rmsnorm_fwd"]
@@ -41,6 +42,7 @@ def layernorm_fwd(
     input: `[..., hidden]`; weight, bias: `[hidden]`; otype: output dtype.
     Returns `[y, mean, rsigma]`; mean and rsigma are FP32 of shape `[rows]`.
     """
+    check_forward(input, weight, bias, eps, otype, quantizer)
     hidden = weight.numel()
     dtype = high_precision_dtype(otype)
     # With FP32 weights aten keeps FP32 statistics for BF16 inputs; its output has the input's dtype, so it
@@ -64,6 +66,7 @@ def layernorm_bwd(
 
     dz, x: `[..., hidden]`; mu, rsigma: FP32 `[rows]`.
     """
+    check_backward(x, gamma, {"dz": dz}, {"mu": mu, "rsigma": rsigma})
     hidden = gamma.numel()
     stats_shape = (*x.shape[:-1], 1)
     scale = _gamma(gamma, zero_centered_gamma)
@@ -95,6 +98,7 @@ def rmsnorm_fwd(
     input: `[..., hidden]`; weight: `[hidden]`; otype: output dtype.
     Returns `[y, None, rsigma]`; rsigma is FP32 of shape `[rows]`.
     """
+    check_forward(input, weight, None, eps, otype, quantizer)
     hidden = weight.numel()
     x = input.float()
     # vector_norm reads x once and keeps no [rows, hidden] temporary.
@@ -137,6 +141,7 @@ def rmsnorm_bwd(
 
     dz, x: `[..., hidden]`; rsigma: FP32 `[rows]`.
     """
+    check_backward(x, gamma, {"dz": dz}, {"rsigma": rsigma})
     dx, dgamma = _rmsnorm_gradients(dz, x, rsigma, _gamma(gamma, zero_centered_gamma))
     return [dx.to(x.dtype), dgamma.to(gamma.dtype)]
 
@@ -151,5 +156,6 @@ def rmsnorm_bwd_add(
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
     """`rmsnorm_bwd` with the residual branch's gradient `add` (x's shape) summed into dx before rounding."""
+    check_backward(x, gamma, {"dz": dz, "add": add}, {"rsigma": rsigma})
     dx, dgamma = _rmsnorm_gradients(dz, x, rsigma, _gamma(gamma, zero_centered_gamma))
     return [dx.add_(add.view(x.shape)).to(x.dtype), dgamma.to(gamma.dtype)]

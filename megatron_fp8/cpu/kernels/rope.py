@@ -86,8 +86,7 @@ def _angles(
     table = freqs.float().reshape(freqs.shape[0], -1)
     kind = NVTE_QKV_Format(int(qkv_format))
     if kind == NVTE_QKV_Format.NVTE_THD:
-        if cu_seqlens is None:
-            raise ValueError("fused_rope of thd tensors needs cu_seqlens")
+        assert cu_seqlens is not None
         return table[_packed_positions(x.shape[0], cu_seqlens, start_positions, cp_size, cp_rank)].unsqueeze(1)
     if kind not in (NVTE_QKV_Format.NVTE_SBHD, NVTE_QKV_Format.NVTE_BSHD):
         raise NotImplementedError(f"fused_rope for {kind.name} has no CPU stand-in")
@@ -122,6 +121,41 @@ def _rotated(x: Tensor, rotation: _Rotation) -> Tensor:
     return turned.contiguous() if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
 
 
+def _require(condition: bool, message: str, found: Any) -> None:
+    if not condition:
+        raise RuntimeError(f"{message}: {found}")
+
+
+def _check_freqs(freqs: Tensor) -> None:
+    """Raise RuntimeError as TE's `apply_rope.cpp` does."""
+    shape = list(freqs.shape)
+    _require(freqs.dim() == 4, "expected 4D tensor of freqs", shape)
+    _require(shape[1:3] == [1, 1], "expected the second and third dims of the freqs tensor equal 1", shape)
+    _require(freqs.dtype == torch.float32, "Dtype of the freqs tensor must be float", freqs.dtype)
+
+
+def _check(
+    x: Tensor, freqs: Tensor, start_positions: Tensor | None, qkv_format: Any, cu_seqlens: Tensor | None, cp_size: int
+) -> None:
+    """Raise RuntimeError for what TE's `fused_rope_forward` and `fused_rope_backward` refuse."""
+    _check_freqs(freqs)
+    if start_positions is not None:
+        _require(start_positions.dim() == 1, "expected 1D tensor of start_positions", list(start_positions.shape))
+    kind = NVTE_QKV_Format(int(qkv_format))
+    if kind == NVTE_QKV_Format.NVTE_THD:
+        _require(x.dim() == 3, "expected 3D tensor for thd", list(x.shape))
+        if cu_seqlens is None:
+            raise RuntimeError("expected cu_seqlens tensor for thd")
+        _require(cu_seqlens.dim() == 1, "expected 1D tensor of cu_seqlens", list(cu_seqlens.shape))
+    else:
+        _require(x.dim() == 4, "expected 4D tensor", list(x.shape))
+        length = x.shape[0 if kind == NVTE_QKV_Format.NVTE_SBHD else 1] * cp_size
+        words = f"expected freqs tensor has a longer sequence length than input ({length})"
+        _require(length <= freqs.shape[0], words, freqs.shape[0])
+    words = f"expected the last dim of the input tensor ({x.shape[-1]}) equals or is greater than the freqs tensor"
+    _require(x.shape[-1] >= freqs.shape[3], words, freqs.shape[3])
+
+
 def fused_rope_forward(
     input: Tensor,
     freqs: Tensor,
@@ -139,6 +173,7 @@ def fused_rope_forward(
     The two features of a pair lie r / 2 apart, or side by side with `interleaved`. cu_seqlens: for thd, cumulative
     lengths `[b + 1]` over all context-parallel ranks. Returns a contiguous tensor of input's shape and dtype.
     """
+    _check(input, freqs, start_positions, qkv_format, cu_seqlens, cp_size)
     angles = _angles(input, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     return _rotated(input, _Rotation.of(angles, interleaved, backward=False))
 
@@ -154,6 +189,7 @@ def fused_rope_backward(
     cp_rank: int,
 ) -> Tensor:
     """Gradient of `fused_rope_forward`: the rotation back; arguments and shapes as there."""
+    _check(output_grads, freqs, start_positions, qkv_format, cu_seqlens, cp_size)
     angles = _angles(output_grads, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     return _rotated(output_grads, _Rotation.of(angles, interleaved, backward=True))
 
@@ -175,6 +211,10 @@ def fused_qkv_rope_forward(
     qkv_split_arg_list: the three sizes of the last axis, `[nq * d, d, d]`. q_freqs, k_freqs: `[s2, 1, 1, r]`.
     Returns contiguous q `[s, b, g * nq, d]`, k and v `[s, b, g, d]`.
     """
+    _check_freqs(q_freqs)
+    _check_freqs(k_freqs)
+    _require(qkv_input.dim() == 4, "expected 4D input tensor", list(qkv_input.shape))
+    _require(qkv_input.is_contiguous(), "input tensor must be contiguous", qkv_input.stride())
     q, k, v = qkv_input.split(list(qkv_split_arg_list), dim=-1)
     q = q.unflatten(-1, (-1, qkv_split_arg_list[1]))
     common = (start_positions, qkv_format, None, cp_size, cp_rank)
