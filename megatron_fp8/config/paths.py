@@ -57,7 +57,7 @@ def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> IO[byte
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise OSError(f"{shown(path)} is {_kind(mode)}, not a file")
+        raise OSError(errno.EINVAL, f"it is {_kind(mode)}, not a file", os.fspath(path))
     return os.fdopen(descriptor, "r+b" if flags & os.O_RDWR else "rb")
 
 

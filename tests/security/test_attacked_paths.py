@@ -130,7 +130,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(directory: 
     (place / name).unlink(missing_ok=True)
     os.mkfifo(place / name)
     read = {MANIFEST: read_manifest, INDEX: read_plain_index, TRACKER: lambda _: directory.latest()}
-    with pytest.raises(CheckpointError, match=f"{name}.* cannot be read.*is a pipe, not a file"):
+    with pytest.raises(CheckpointError, match=f"{name}.* cannot be read.*it is a pipe, not a file"):
         read[name](checkpoint)
     with kept(checkpoint) as is_there:
         assert is_there
