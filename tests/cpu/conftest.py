@@ -6,7 +6,7 @@ import pytest
 import torch
 
 # What tells the host from the GPU, or computes on neither.
-_ON_HOST = ("casts", "collectives", "cuda", "install", "main", "malloc", "megatron", "memory", "placement")
+_ON_HOST = ("casts", "collectives", "cuda", "install", "main", "malloc", "megatron", "gpu_memory", "host_and_gpu")
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import torch
@@ -26,3 +28,8 @@ def rounded(x: torch.Tensor, scale: float, fp8: torch.dtype) -> torch.Tensor:
     """Float64 values of `x` after quantisation with `scale`, dequantised with FP32's reciprocal of it."""
     scale_inv = np.float64(np.float32(1) / np.float32(scale))
     return torch.from_numpy(values(quantized_bytes(x, scale, fp8), fp8) * scale_inv).cuda()
+
+
+def on_gpu(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with their tensors where kernels read them: the table is made before factories make GPU tensors."""
+    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in options.items()}

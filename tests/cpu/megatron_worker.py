@@ -157,7 +157,7 @@ def train(layout: dict[str, Any]) -> list[list[float]]:
         )
         updated, norm, _ = optimizer.step()
         assert updated
-        loss = torch.stack([entry["loss"] for entry in losses]).mean() if losses else torch.zeros([])
+        loss = torch.stack([entry["loss"] for entry in losses]).mean() if losses else torch.zeros([], device="cuda")
         torch.distributed.all_reduce(loss)
         copies = parallel_state.get_data_parallel_world_size() * parallel_state.get_tensor_model_parallel_world_size()
         curve.append([loss.item() / copies, float(norm)])

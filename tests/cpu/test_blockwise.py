@@ -21,6 +21,7 @@ from transformer_engine.pytorch import tensor as te  # noqa: E402
 from transformer_engine.pytorch.cpp_extensions import general_gemm  # noqa: E402
 
 from megatron_fp8.cpu.kernels.quantize import format_of  # noqa: E402
+from tests.cpu.fp8_reference import on_gpu  # noqa: E402
 
 E4M3, E5M2 = tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
@@ -221,7 +222,7 @@ def test_what_a_block_scaled_gemm_refuses(case: str) -> None:
         tex.quantize(sample(*shape), blockwise(dim=dim)) for shape, dim in zip((shape_a, shape_b), dims, strict=True)
     )
     with pytest.raises(RuntimeError, match=words):
-        general_gemm(a, b, **{"out_dtype": torch.bfloat16, "use_split_accumulator": True, **options})
+        general_gemm(a, b, **{"out_dtype": torch.bfloat16, "use_split_accumulator": True, **on_gpu(options)})
 
 
 def test_block_scaled_gemms_need_the_split_accumulator() -> None:

@@ -19,6 +19,8 @@ def worker(rank: int, store_file: str) -> None:
     from megatron_fp8.cpu import install
 
     install()
+    # All of these are a GPU program's tensors.
+    torch.set_default_device("cuda")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl",
         init_method=f"file://{store_file}",

@@ -17,6 +17,8 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from transformer_engine.pytorch import tensor as te  # noqa: E402
 from transformer_engine.pytorch.cpp_extensions import general_gemm  # noqa: E402
 
+from tests.cpu.fp8_reference import on_gpu  # noqa: E402
+
 M, N, K = 48, 16, 32
 # Shapes of A and B and whether they are transposed, by layout.
 LAYOUTS = {"TN": ((N, K), (M, K)), "NN": ((K, N), (M, K)), "NT": ((K, N), (K, M))}
@@ -158,7 +160,7 @@ def test_what_a_gpu_refuses(case: str) -> None:
     kind_a, kind_b, shape_a, shape_b, options, words = REFUSED[case]
     a, b = operand(kind_a, shape_a, 0), operand(kind_b, shape_b, 1)
     with pytest.raises((RuntimeError, ValueError), match=words):
-        general_gemm(a, b, **{"out_dtype": FP32, **options})
+        general_gemm(a, b, **{"out_dtype": FP32, **on_gpu(options)})
 
 
 def test_a_result_of_fp8_takes_no_accumulation_and_no_e5m2_of_e4m3() -> None:

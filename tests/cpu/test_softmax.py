@@ -93,4 +93,4 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "tensors", "words"), REFUSED)
 def test_what_the_kernels_refuse(name: str, tensors: list[torch.Tensor], words: str) -> None:
     with pytest.raises(RuntimeError, match=words):
-        getattr(tex, name)(*tensors, 1.0)
+        getattr(tex, name)(*(tensor.cuda() for tensor in tensors), 1.0)

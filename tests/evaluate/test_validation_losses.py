@@ -90,7 +90,9 @@ def reference_loss(parts: Any, text: list[int]) -> tuple[float, int]:
         labels = text[start : start + SEQ_LENGTH]
         given = ([EOD, *text][start : start + SEQ_LENGTH] + [0] * SEQ_LENGTH)[:SEQ_LENGTH]
         with torch.no_grad():
-            logits = stage(torch.tensor([given]), torch.arange(SEQ_LENGTH)[None])[:, 0].double()
+            device = parts.device.torch_device
+            tokens, places = torch.tensor([given], device=device), torch.arange(SEQ_LENGTH, device=device)[None]
+            logits = stage(tokens, places)[:, 0].double()
         log_probabilities = torch.log_softmax(logits[:, :VOCAB_SIZE], dim=-1)
         total -= sum(float(log_probabilities[place, label]) for place, label in enumerate(labels))
     stage.train()

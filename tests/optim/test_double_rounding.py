@@ -20,13 +20,13 @@ def cast_by_transformer_engine(power_of_2: bool) -> dict[str, float]:
 
     from megatron_fp8 import device as devices
 
-    devices.prepare()
+    device = devices.prepare().torch_device
     generator = torch.Generator().manual_seed(7)
-    master = 0.02 * torch.randn(NUM_ROWS, NUM_COLUMNS, generator=generator)
+    master = 0.02 * torch.randn(NUM_ROWS, NUM_COLUMNS, generator=generator).to(device)
     scale = 448 / master.abs().max()
     if power_of_2:
         scale = torch.exp2(torch.floor(torch.log2(scale)))
-    quantizer = Float8Quantizer(scale.view(1).clone(), torch.zeros(1), tex.DType.kFloat8E4M3)
+    quantizer = Float8Quantizer(scale.view(1).clone(), torch.zeros(1, device=device), tex.DType.kFloat8E4M3)
     weight = quantizer(master.to(torch.bfloat16))
     weight._data.zero_()
     cast_master_weights_to_fp8([weight], [master.view(-1)], [0], torch.distributed.group.WORLD)

@@ -88,6 +88,7 @@ def test_initial_weights_do_not_depend_on_the_layout(tp, pp, vpp, world_size, on
 
 
 def test_initial_weights_have_their_distribution(one_rank) -> None:
+    one_rank = {name: value.cpu() for name, value in one_rank.items()}
     small = one_rank["layers.1.layernorm_mlp.fc2_weight"].std()
     assert one_rank["layers.1.layernorm_mlp.fc1_weight"].std() == pytest.approx(0.02, rel=0.05)
     assert small == pytest.approx(0.02 / (2 * 4) ** 0.5, rel=0.05)

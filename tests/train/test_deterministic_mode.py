@@ -33,8 +33,9 @@ def _nodes(parts: Any) -> set[str]:
     import torch
 
     embedding = parts.chunks[0].module.embedding
-    tokens = torch.zeros(2, 8, dtype=torch.long)
-    found, waiting = set(), [embedding(tokens, torch.arange(8).expand(2, -1)).grad_fn]
+    device = parts.device.torch_device
+    tokens = torch.zeros(2, 8, dtype=torch.long, device=device)
+    found, waiting = set(), [embedding(tokens, torch.arange(8, device=device).expand(2, -1)).grad_fn]
     while waiting:
         node = waiting.pop()
         if node is not None:
