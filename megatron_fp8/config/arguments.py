@@ -12,7 +12,7 @@ from megatron_fp8.config.problem import show_value
 _WIDTH_CHARS = 100
 
 DESCRIPTION = """\
-Pretrain a GPT model with tensor, pipeline and data parallelism, in FP32, BF16 or FP8.
+Pretrain a GPT model with tensor, pipeline and data parallelism, in FP32, FP16, BF16 or FP8.
 Start one process per rank: torchrun --nproc-per-node N pretrain.py CONFIG [section.key=value ...]"""
 
 

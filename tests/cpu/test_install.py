@@ -119,8 +119,8 @@ def test_triton_kernels_refuse_by_name() -> None:
         from torch.utils._triton import has_triton_package
         assert not has_triton_package()
         try:
-            logits = torch.randn(2, 1, 8, requires_grad=True)
-            te.parallel_cross_entropy(logits, torch.zeros(2, 1, dtype=torch.long))
+            logits = torch.randn(2, 1, 8, device="cuda", requires_grad=True)
+            te.parallel_cross_entropy(logits, torch.zeros(2, 1, dtype=torch.long, device="cuda"))
         except NotImplementedError as error:
             assert "Triton" in str(error) or "triton" in str(error), error
         else:
