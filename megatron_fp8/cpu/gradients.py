@@ -47,7 +47,7 @@ def _patch_roots() -> None:
             _expect_roots(tensors, grad_tensors)
         backward(tensors, grad_tensors, *args, **kwargs)
 
-    torch.autograd.backward = passed  # type: ignore[assignment]
+    torch.autograd.backward = passed
 
 
 def patch_gradients() -> None:
