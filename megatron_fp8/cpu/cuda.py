@@ -239,7 +239,6 @@ def patch_cuda() -> None:
         _replace(name, original, missing)
     memory.patch_storages()
     _replace("get_rng_state", torch.cuda.get_rng_state, _state_on_host(torch.cuda.get_rng_state))
-    _patch_accelerator()
     torch.cuda.nvtx._nvtx = _Nvtx()  # type: ignore[assignment]
     torch.version.cuda = CUDA_VERSION
 
@@ -250,18 +249,3 @@ def _state_on_host(get_state: Callable[..., torch.Tensor]) -> Callable[..., torc
         return put_on_host(get_state(*args, **kwargs))
 
     return state
-
-
-def _patch_accelerator() -> None:
-    accelerator: dict[str, Callable[..., Any]] = {
-        "is_available": lambda: True,
-        "current_accelerator": lambda check_available=False: torch.device("cuda"),
-        "device_count": device_count,
-        "current_device_index": streams.current_device,
-        "set_device_index": torch.cuda.set_device,
-        "synchronize": torch.cuda.synchronize,
-        "current_stream": streams.current_stream,
-        "set_stream": streams.set_stream,
-    }
-    for name, function in accelerator.items():
-        setattr(torch.accelerator, name, function)
