@@ -89,7 +89,7 @@ LONG = ("model.seq_length=16384", "data.reset_attention_mask=true")
     [
         (DEFAULT_GPU, (ON,), "NCCL by its ring alone", "unfused"),
         (DEFAULT_GPU, (), "", "deterministic"),
-        (DEFAULT_GPU, (ON, *LONG), "documents kept apart does not fit", "on the H100"),
+        (DEFAULT_GPU, (ON, *LONG), "documents kept apart would not fit", "on the H100"),
         (DEFAULT_GPU, (ON, LONG[0]), "not measured", "unfused"),
         ("b200-180g", (ON, *LONG), "not measured", "unfused"),
         ("a100-40g", (ON,), "no deterministic backward pass for attention on the A100 SXM 40 GB", "does not fit"),
