@@ -62,7 +62,7 @@ def patch_classes() -> None:
 
     def new_device(cls: type, *args: Any, **kwargs: Any) -> torch.device:  # noqa: ARG001
         # An index alone means the accelerator, which C++ does not find here.
-        if len(args) == 1 and not kwargs and isinstance(args[0], int) and not isinstance(args[0], bool):
+        if len(args) == 1 and not kwargs and is_cuda_device(args[0]) and isinstance(args[0], int):
             return make_device("cuda", args[0])
         return make_device(*args, **kwargs)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ class _DefaultGenerators(Sequence[torch.Generator]):
     """`torch.cuda.default_generators`: of each device the same one."""
 
     def __len__(self) -> int:
-        return streams.device_count()
+        return device_count()
 
     def __getitem__(self, index: Any) -> Any:
         range(len(self))[index]
@@ -99,15 +100,24 @@ def _device_index(device: Any) -> int:
     return streams.current_device() if index is None else index
 
 
+def device_count() -> int:
+    """One device for each process of this machine, as `torchrun` starts them."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def set_device(device: Any) -> None:
-    """Make `device` current. RuntimeError when this machine has no such device."""
-    streams.exchange_device(_device_index(device))
+    """Make `device` current. ValueError when this machine has no such device."""
+    index = _device_index(device)
+    if index >= device_count():
+        raise ValueError(
+            f"torch.cuda.set_device({device!r}): the CPU stand-in has {device_count()} device(s), "
+            "one for each process of LOCAL_WORLD_SIZE"
+        )
+    streams.exchange_device(index)
 
 
 def get_device_properties(device: Any = None) -> DeviceProperties:
-    """See `DeviceProperties`. RuntimeError when this machine has no such device."""
-    if device is not None:
-        streams.expect_device(_device_index(device))
+    """See `DeviceProperties`."""
     return DeviceProperties(total_memory=psutil.virtual_memory().total)
 
 
@@ -153,8 +163,8 @@ def _table() -> dict[str, Any]:
         "init": _nothing,
         "_lazy_init": _nothing,
         "_lazy_call": _call_now,
-        "device_count": streams.device_count,
-        "_device_count_nvml": streams.device_count,
+        "device_count": device_count,
+        "_device_count_nvml": device_count,
         "current_device": streams.current_device,
         "set_device": set_device,
         "_exchange_device": streams.exchange_device,

@@ -87,21 +87,12 @@ def exchange_default_device(device: torch.device | None) -> torch.device | None:
 
 
 def is_cuda_device(device: Any) -> bool:
-    """Whether `device` names a CUDA device: "cuda", "cuda:1", an index, or a `torch.device` of type cuda. Raises
-    CUDA's error where this machine has no such device."""
-    if isinstance(device, str):
-        if device == "cuda" or not device.startswith("cuda:"):
-            return device == "cuda"
-        streams.expect_device(int(device.removeprefix("cuda:")))
-        return True
+    """Whether `device` names a CUDA device: "cuda", "cuda:1", an index, or a `torch.device` of type cuda."""
     if isinstance(device, torch.device):
-        if device.index and device.type == "cuda":
-            streams.expect_device(device.index)
         return device.type == "cuda"
-    if not isinstance(device, int) or isinstance(device, bool):
-        return False
-    streams.expect_device(device)
-    return True
+    if isinstance(device, str):
+        return device == "cuda" or device.startswith("cuda:")
+    return isinstance(device, int) and not isinstance(device, bool)
 
 
 def is_host_device(device: Any) -> bool:

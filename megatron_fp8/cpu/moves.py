@@ -90,7 +90,6 @@ def _patch_tensor_moves() -> None:
         non_blocking: bool = False,
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> torch.Tensor:
-        is_cuda_device(device)  # raises where there is no such device
         return self.to(cuda_device(), non_blocking=non_blocking, memory_format=memory_format)
 
     @functools.wraps(torch.Tensor.cpu)

@@ -9,7 +9,6 @@ time, and a program that reads the result of a copy before it waited for it is t
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from types import TracebackType
@@ -27,7 +26,7 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         index = device if isinstance(device, int) else torch.device("cuda" if device is None else device).index
-        self.device_index = expect_device(index or 0)
+        self.device_index = index or 0
         self.device_type = 1
         self.priority = priority
         self.cuda_stream = kwargs.get("stream_ptr", next(_handles))
@@ -158,27 +157,11 @@ def current_device() -> int:
     return _current.device_index
 
 
-def device_count() -> int:
-    """`torch.cuda.device_count()`: one device for each process of this machine, as `torchrun` starts them."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def expect_device(index: int) -> int:
-    """`index` itself. Raises CUDA's error where this machine has no such device."""
-    # The current one was asked about when it became current.
-    if index != _current.device_index and index >= device_count():
-        raise RuntimeError(
-            f"CUDA error: invalid device ordinal: cuda:{index}, and the CPU stand-in has {device_count()} device(s), "
-            "one for each process of LOCAL_WORLD_SIZE"
-        )
-    return index
-
-
 def exchange_device(index: int) -> int:
     """Make `index` the current device and return the one before."""
     before = _current.device_index
     if index >= 0:
-        _current.device_index = expect_device(index)
+        _current.device_index = index
     return before
 
 
