@@ -112,14 +112,14 @@ def torchao_noise(config_name: str, kind: str) -> tuple[float, float, float]:
     import torch
 
     from megatron_fp8.compare.torchao_import import import_float8
-    from megatron_fp8.compare.torchao_operands import quantise
-    from megatron_fp8.precision.quantisation_sums import quantisation_sums
+    from megatron_fp8.compare.torchao_operands import quantize
+    from megatron_fp8.precision.quantization_sums import quantization_sums
     from megatron_fp8.precision.tensor_health import TensorHealth
 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, 64, generator=generator) * torch.logspace(-4, 4, 8)[:, None]
     config = import_float8().Float8LinearConfig.from_recipe_name(config_name)
-    health = TensorHealth.from_sums(quantisation_sums(*quantise(x, config, kind)).tolist())
+    health = TensorHealth.from_sums(quantization_sums(*quantize(x, config, kind)).tolist())
     amax = x.abs().amax() if config_name == "tensorwise" else x.abs().amax(dim=1, keepdim=True)
     scale = 448 / amax
     if config_name == "rowwise":

@@ -1,7 +1,7 @@
 """Compares number formats: the same small model, data and seeds in FP32, BF16, FP16, FP8 with each recipe, and in
 torchao's FP8, tensorwise and rowwise.
 
-Prints each mode's loss less the reference's beside the seed-to-seed spread, and the signal-to-quantisation-noise ratio
+Prints each mode's loss less the reference's beside the seed-to-seed spread, and the signal-to-quantization-noise ratio
 of every GEMM operand. Each mode and seed runs in a process of its own, on the samples that the training loop would
 read. What the numbers can say and what not: megatron_fp8/compare/difference.py. What was found: docs/precision.md.
 """
@@ -189,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     from rich.console import Console
 
     from megatron_fp8.compare import report
-    from megatron_fp8.config.problem import BadInputError
+    from megatron_fp8.errors import BadInputError
 
     try:
         comparison, is_whole = compare(settings)

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megatron_fp8.checkpoint.manifest import CheckpointError
-from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf.export import ExportSettings, export_checkpoint
 from megatron_fp8.hf.take_in import ImportSettings, import_folder
 

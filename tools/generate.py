@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_fp8.checkpoint.saved_model import InferenceSettings, SavedModel, kept_checkpoint, read_saved_model
-from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.errors import BadInputError
 
 if TYPE_CHECKING:
     from megatron_fp8.data.tokenizer import Tokenizer

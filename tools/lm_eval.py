@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_fp8.checkpoint.saved_model import SavedModel, kept_checkpoint, read_saved_model
-from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.errors import BadInputError
 from megatron_fp8.evaluate.command_line import add_model_options, end_with_mistakes, inference_settings, not_negative
 from megatron_fp8.evaluate.files import model_tokenizer
 

@@ -23,11 +23,12 @@ from megatron_fp8.checkpoint.reading import kept_choice
 from megatron_fp8.checkpoint.start import CHECKPOINTS
 from megatron_fp8.config.facts import Facts, Finding, to_problem
 from megatron_fp8.config.precision import PrecisionConfig
-from megatron_fp8.config.problem import BadInputError, ConfigError, Problem
+from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.rules_model import check_model
 from megatron_fp8.config.rules_parallel import check_parallel
 from megatron_fp8.config.rules_precision import check_precision
 from megatron_fp8.config.schema import Config, ParallelConfig
+from megatron_fp8.errors import BadInputError
 
 MASTER = "master."
 FP8_SCALES = "precision.layers."

@@ -11,9 +11,9 @@ from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import CheckpointError, damage
 from megatron_fp8.checkpoint.start import start_from
 from megatron_fp8.config.length import samples_needed
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.start import Start
+from megatron_fp8.errors import BadInputError
 
 _T = TypeVar("_T")
 

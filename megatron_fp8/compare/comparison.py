@@ -52,7 +52,7 @@ class Comparison:
         return seed_spread(self.numbers(self.reference)) if self.reference in self.runs else None
 
     def operand_sqnr(self, mode: str) -> dict[str, float]:
-        """dB by operand (`fc1/input`), mean over layers and seeds; empty for what is not quantised."""
+        """dB by operand (`fc1/input`), mean over layers and seeds; empty for what is not quantized."""
         found: dict[str, list[float]] = {}
         for run in self.runs[mode].values():
             for name, noise in run.operands.items():

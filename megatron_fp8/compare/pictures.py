@@ -54,13 +54,13 @@ def draw_losses(comparison: Comparison, path: Path) -> None:
 
 
 def draw_sqnr(comparison: Comparison, path: Path) -> None:
-    """A heat map: one row for each mode that quantises, one column for each operand, dB in the cells."""
+    """A heat map: one row for each mode that quantizes, one column for each operand, dB in the cells."""
     plt = _pyplot()
     found = {mode: comparison.operand_sqnr(mode) for mode in comparison.runs}
     modes = [mode for mode, values in found.items() if values]
     figure, axis = plt.subplots(figsize=(10.5, 1.5 + 0.42 * max(len(modes), 1)), layout="constrained")
     if not modes:
-        axis.text(0.5, 0.5, "none of the modes quantises operands", ha="center", va="center")
+        axis.text(0.5, 0.5, "none of the modes quantizes operands", ha="center", va="center")
         axis.set_axis_off()
     else:
         rows = [[found[mode].get(operand, math.nan) for operand in OPERANDS] for mode in modes]
@@ -83,7 +83,7 @@ def draw_sqnr(comparison: Comparison, path: Path) -> None:
             spine.set_visible(False)
         figure.colorbar(image, label="dB", pad=0.01)
     figure.suptitle(
-        "Signal to quantisation noise of GEMM operands in the last step, mean over layers and seeds", fontsize=10
+        "Signal to quantization noise of GEMM operands in the last step, mean over layers and seeds", fontsize=10
     )
     _save(figure, path)
     plt.close(figure)

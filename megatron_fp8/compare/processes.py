@@ -95,7 +95,7 @@ def _hear(
 
 
 def _main(sender: Connection, log: Path, function: Callable[..., Any], values: tuple[Any, ...]) -> None:
-    from megatron_fp8.config.problem import BadInputError
+    from megatron_fp8.errors import BadInputError
 
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)

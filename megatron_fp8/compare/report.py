@@ -66,7 +66,7 @@ def _losses(comparison: Comparison, style: box.Box) -> Table:
 def _operands(comparison: Comparison, style: box.Box) -> Table:
     table = Table(
         box=style,
-        title="Signal to quantisation noise in the last step, dB, mean over layers and seeds",
+        title="Signal to quantization noise in the last step, dB, mean over layers and seeds",
         title_justify="left",
     )
     table.add_column("mode", no_wrap=True)
@@ -77,7 +77,7 @@ def _operands(comparison: Comparison, style: box.Box) -> Table:
         if found:
             table.add_row(mode, *(_decibel(found.get(operand)) for operand in OPERANDS))
     if not table.rows:
-        table.add_row("none of the modes quantises operands", *("" for _ in OPERANDS))
+        table.add_row("none of the modes quantizes operands", *("" for _ in OPERANDS))
     return table
 
 

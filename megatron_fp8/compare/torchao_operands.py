@@ -1,4 +1,4 @@
-"""Owns the measurement of what torchao's quantisation does to the operands of its linear layers' GEMMs.
+"""Owns the measurement of what torchao's quantization does to the operands of its linear layers' GEMMs.
 
 Hooks take the operands, torchao's own functions cast them once more with the settings of the layer, and the result is
 compared with what it was made of. The computation itself is left as it is.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp8.compare.work import OperandNoise
-from megatron_fp8.precision.quantisation_sums import quantisation_sums
+from megatron_fp8.precision.quantization_sums import quantization_sums
 from megatron_fp8.precision.tensor_health import TensorHealth
 
 # The plain model's names, and the short ones of the comparison.
@@ -50,7 +50,7 @@ class OperandMeter:
     @torch.no_grad()
     def _add(self, linear: str, kind: str, tensor: Tensor, module: Any) -> None:
         name = f"{linear}/{kind}"
-        sums = quantisation_sums(*quantise(tensor.reshape(-1, tensor.shape[-1]), module.config, kind))
+        sums = quantization_sums(*quantize(tensor.reshape(-1, tensor.shape[-1]), module.config, kind))
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
 
@@ -60,7 +60,7 @@ def _short_name(name: str) -> str:
     return f"{block}/{_LINEARS[linear]}"
 
 
-def quantise(tensor: Tensor, config: Any, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(tensor: Tensor, config: Any, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """FP32 numbers, those that are left of them, and which of these are the format's largest.
 
     `[rows, columns]` cast by torchao for its first GEMM, with the layer's `Float8LinearConfig`.

@@ -27,9 +27,9 @@ class RunTask:
 
 @dataclass(frozen=True)
 class OperandNoise:
-    """What quantisation did to one GEMM operand in the last step.
+    """What quantization did to one GEMM operand in the last step.
 
-    `sqnr_db`: signal to quantisation noise in dB, 20 log10(||x|| / ||x - q(x)||), of the tensor as its first GEMM
+    `sqnr_db`: signal to quantization noise in dB, 20 log10(||x|| / ||x - q(x)||), of the tensor as its first GEMM
     reads it (input and weight: forward; output gradient: input gradient). `clipped`: share of elements beyond the
     format's largest number; `flushed`: share of the non-zero elements that became 0.
     """
@@ -45,7 +45,7 @@ class RunResult:
 
     `losses`: nats per token before each step. `skipped`: numbers of steps, from 0, that changed no weights (overflow
     under FP16's loss scale). `operands`: by layer, linear layer and kind, as in `layers.0/fc1/input`; empty where
-    nothing was quantised.
+    nothing was quantized.
     """
 
     mode: str

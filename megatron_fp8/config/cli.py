@@ -26,7 +26,7 @@ from megatron_fp8.config.limits import MOST_RANKS
 from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.paths import is_missing
 from megatron_fp8.config.places import place_problems, problems_in_run, refusal_of_start
-from megatron_fp8.config.problem import BadInputError, ConfigError, Problem, show_value
+from megatron_fp8.config.problem import ConfigError, Problem, show_value
 from megatron_fp8.config.rules_logging import MODE as WANDB_MODE
 from megatron_fp8.config.rules_logging import login_problem
 from megatron_fp8.config.rundir import make_run_directory_for_all, reopen_run_directory, resolve_run_directory
@@ -36,6 +36,7 @@ from megatron_fp8.config.speaker import Speaker
 from megatron_fp8.config.start import Holds, Resume, Start
 from megatron_fp8.config.summary import describe_world_sizes, summarize
 from megatron_fp8.config.warn import config_warnings
+from megatron_fp8.errors import BadInputError
 
 RUN_ROOT = "run.root"
 # Where what a run starts from is looked for.

@@ -68,7 +68,7 @@ class ModelConfig(Section):
     attention_dropout: float = Field(default=0.0, ge=0, le=MOST_DROPOUT)
     """Dropout probability on the attention probabilities."""
     init_method_std: float = Field(default=0.02, ge=SMALLEST_STD, le=MOST_STD)
-    """Standard deviation of the normal initialisation; output projections: over sqrt(2 x num_layers)."""
+    """Standard deviation of the normal initialization; output projections: over sqrt(2 x num_layers)."""
     vocab_size: int | None = Field(default=None, ge=1, le=MOST_VOCABULARY)
     """Tokens of the vocabulary before padding; null: the tokenizer's size."""
     make_vocab_size_divisible_by: int = Field(default=128, ge=1, le=MOST_DIVISIBLE_BY)

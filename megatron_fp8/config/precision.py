@@ -99,4 +99,4 @@ class PrecisionConfig(Section):
     fp8_fallback_max_flushed: float = Field(default=0.5, ge=0, le=1)
     """Limit of the share of non-zero elements that become zero."""
     fp8_fallback_max_error: float = Field(default=0.2, gt=0, le=MOST_ERROR)
-    """Limit of the relative quantisation error, ||x - q(x)|| / ||x||."""
+    """Limit of the relative quantization error, ||x - q(x)|| / ||x||."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fp8.config.secret_forms import HIDDEN, hide, is_secret_key
+from megatron_fp8.errors import BadInputError
 
 LONGEST_VALUE_SHOWN_CHARS = 120
 
@@ -29,10 +30,6 @@ class Problem:
         origin = f"  ({self.origin})" if self.origin else ""
         value = HIDDEN if is_secret_key(self.key) else show_value(self.value)
         return hide(f"{self.key} = {value}{origin}\n    why: {self.reason}\n    use: {self.use_instead}")
-
-
-class BadInputError(Exception):
-    """Something a person gave is wrong: config, data, path. Its text says all there is to say; exit code 2."""
 
 
 class ConfigError(BadInputError):

@@ -57,7 +57,7 @@ def _format(facts: Facts) -> Iterator[Finding]:
 def _amax_reduction(facts: Facts) -> Iterator[Finding]:
     """Only delayed scales come from reduced amaxes; TE finds those of the other recipes where it needs them.
 
-    `off` without sequence parallel is right: TP ranks quantise equal inputs alike, and exchange BF16. FP8 weights
+    `off` without sequence parallel is right: TP ranks quantize equal inputs alike, and exchange BF16. FP8 weights
     gathered over data-parallel ranks are right too: TE reduces their amaxes when it casts the masters.
     """
     precision, parallel = facts.config.precision, facts.config.parallel

@@ -179,7 +179,7 @@ def _like(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 return function(like, *args, **kwargs)
             wanted = is_host_device(device)
             if wanted == on_host or type(like) in (torch.Tensor, torch.nn.Parameter, HostTensor, HostParameter):
-                # Quantised tensors make their own, and are told where.
+                # Quantized tensors make their own, and are told where.
                 kwargs["device"] = _HOST if real_device(like).type != "cpu" else None
             on_host = wanted
         if name in _DRAW_LIKE and on_host != is_on_host(like):
@@ -227,7 +227,7 @@ def _patch_classes_of_tensors() -> None:
     make_wrapper = torch.Tensor._make_wrapper_subclass
     new_parameter = torch.nn.Parameter.__new__
 
-    # Quantised tensors of Transformer Engine.
+    # Quantized tensors of Transformer Engine.
     def wrapper(cls: type, size: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
         kwargs.pop("pin_memory", None)

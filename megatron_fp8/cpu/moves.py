@@ -79,7 +79,7 @@ def _patch_tensor_moves() -> None:
             return _to(self, *(() if device is None else (_HOST,)), **options)
         on_host = is_on_host(self)
         if device is None or is_host_device(device) == on_host:
-            # A quantised tensor without a change stays itself; with the keywords alone torch has nothing to parse.
+            # A quantized tensor without a change stays itself; with the keywords alone torch has nothing to parse.
             return _to(self, _HOST, **options)
         return moved(self, not on_host, **options)
 

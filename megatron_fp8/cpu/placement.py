@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-# Marks what is on the host and keeps a class of its own: Transformer Engine's quantised tensors.
+# Marks what is on the host and keeps a class of its own: Transformer Engine's quantized tensors.
 ON_HOST = "_on_host"
 _HOST = torch.device("cpu")
 # Torch's own answer: "cpu" for the host's and the GPU's. Not for host tensors: torch asks their class for attributes.
@@ -88,7 +88,7 @@ def put_on_host(tensor: torch.Tensor) -> torch.Tensor:
     elif kind is torch.nn.Parameter:
         tensor.__class__ = HostParameter
     elif not issubclass(kind, HostTensor):
-        # Transformer Engine's quantised tensors: what they are made of is marked by itself.
+        # Transformer Engine's quantized tensors: what they are made of is marked by itself.
         tensor.__dict__[ON_HOST] = True
     return tensor
 
@@ -120,7 +120,7 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """What a quantised tensor or a quantizer of Transformer Engine consists of, as far as that is in memory."""
+    """What a quantized tensor or a quantizer of Transformer Engine consists of, as far as that is in memory."""
     if hasattr(value, "_quantizer"):
         return [getattr(value, name, None) for name, _ in value._INNER_TENSORS]
     if hasattr(value, "rowwise_usage"):
@@ -138,7 +138,7 @@ def two_devices(operation: str, index: int = 0) -> RuntimeError:
 
 def expect_on_gpu(operation: str, *values: Any, empty: bool = True) -> None:
     """Raise CUDA's error where one of the tensors in `values` is the host's: in nested lists and tuples too, and among
-    what Transformer Engine's quantised tensors are made of. `empty`: those without elements, too."""
+    what Transformer Engine's quantized tensors are made of. `empty`: those without elements, too."""
     for position, value in enumerate(values):
         if isinstance(value, (torch.Tensor, list, tuple)):
             for tensor in tensors_in((value,)):

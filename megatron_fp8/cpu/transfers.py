@@ -2,7 +2,7 @@
 
 A GPU copies from and to pinned memory while the host goes on. The emulated one has copied before the call returns; what
 a program may not do until it has waited is refused here: read the host tensor that such a copy writes, write the one
-that it reads. Waiting is: to synchronise the device, the copy's stream, or an event recorded behind it (also by way of
+that it reads. Waiting is: to synchronize the device, the copy's stream, or an event recorded behind it (also by way of
 streams that waited for each other), or to read a value of the GPU from the host. Copies from and to pageable memory
 are waited for by CUDA itself.
 """
@@ -110,6 +110,6 @@ def refuse_unfinished(name: str, tensors: Iterable[torch.Tensor], written: Any) 
         elif copy.writes or tensor is written:
             does = "writes to" if copy.writes else "reads"
             raise RuntimeError(
-                f"{name}: a non-blocking copy still {does} this pinned host tensor. Synchronise its stream, an event "
+                f"{name}: a non-blocking copy still {does} this pinned host tensor. Synchronize its stream, an event "
                 "recorded behind it or the device first: on a GPU the values are undefined until then"
             )

@@ -10,7 +10,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
-from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.errors import BadInputError
 
 NAME = "megatron.core.datasets.helpers_cpp"
 

@@ -20,7 +20,6 @@ from torch.utils.data import Dataset
 
 from megatron_fp8.config.length import samples_needed
 from megatron_fp8.config.places import DEFAULT_CACHE
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.start import START, Position
 from megatron_fp8.data.blend import Blend
@@ -33,6 +32,7 @@ from megatron_fp8.data.splits import DataKeyError, train_blend, valid_blend
 from megatron_fp8.data.token_file import bin_path, idx_path, read_index
 from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.data.validation import ValidationSet, drawn_sets, whole_sets
+from megatron_fp8.errors import BadInputError
 
 Sample = dict[str, torch.Tensor]
 """What a dataset gives: `tokens`, `labels`, `position_ids` int64 [s], `loss_mask` float32 [s]."""
@@ -123,7 +123,7 @@ def build_datasets(
 ) -> Datasets:
     """The datasets of a run that goes on at `position`.
 
-    With torch.distributed initialised every rank must call this: one rank of each disk builds the indices while the
+    With torch.distributed initialized every rank must call this: one rank of each disk builds the indices while the
     others wait. `reads_data`: whether this rank reads samples (rank 0 has to).
 
     Raises DataError for missing or meaningless data paths and a Megatron Core without its compiled helpers,

@@ -16,7 +16,6 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.data.token_file import (
     CODE_OF_DTYPE,
     HEADER,
@@ -28,6 +27,7 @@ from megatron_fp8.data.token_file import (
     idx_path,
     token_dtype,
 )
+from megatron_fp8.errors import BadInputError
 
 MOST_TOKENS = 2**31 - 1
 """Of a document: lengths are int32 in the format."""

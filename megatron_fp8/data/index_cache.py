@@ -23,8 +23,8 @@ from typing import Any
 
 import torch.distributed
 
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.data.token_file import bin_path, idx_path
+from megatron_fp8.errors import BadInputError
 
 INCOMPLETE = ".incomplete-"
 LEFT_OVER_SECONDS = 7 * 24 * 3600
@@ -66,7 +66,7 @@ def build_cached(
 ) -> Path | None:
     """The directory in `root` that holds this key's indices; None on ranks that do not read data.
 
-    With torch.distributed initialised every rank must call this. Where the indices are missing, one rank of each disk
+    With torch.distributed initialized every rank must call this. Where the indices are missing, one rank of each disk
     calls `build(directory)` while all the others wait; where they are there nothing is written. Raises IndexCacheError
     on every rank when one of them cannot build, or when two disks have different token files.
     """

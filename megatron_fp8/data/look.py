@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.data.blend import Blend
 from megatron_fp8.data.split_order import build_order
 from megatron_fp8.data.token_file import TokenIndex, bin_path, idx_path, read_index
+from megatron_fp8.errors import BadInputError
 
 SHARES = (0.01, 0.1, 0.5, 0.9, 0.99)
 

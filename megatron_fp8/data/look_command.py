@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 
 from megatron_fp8.config.load import load_config
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.data.blend import Blend, BlendError, parse_split
 from megatron_fp8.data.bytes_bar import bytes_bar
 from megatron_fp8.data.inspect import check_token_file
@@ -25,6 +24,7 @@ from megatron_fp8.data.rearrange import Share, divide, merge
 from megatron_fp8.data.splits import DataKeyError, train_blend
 from megatron_fp8.data.token_file import TokenIndex, bin_path, idx_path, read_index
 from megatron_fp8.data.tokenizer import TOKENIZER_TYPES, Tokenizer, TokenizerError
+from megatron_fp8.errors import BadInputError
 
 USAGE = """Looks at Megatron token files, checks them, joins and divides them. PREFIX: a file's path less .bin and .idx.
 

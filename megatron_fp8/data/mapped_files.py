@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.errors import BadInputError
 
 
 class ShortenedFileError(BadInputError):

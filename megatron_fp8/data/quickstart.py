@@ -58,7 +58,7 @@ def complete_summary(directory: Path, vocab_size: int) -> Summary | None:
 
 def prepare(directory: Path, vocab_size: int, on_progress: Callable[[Progress], None]) -> Summary:
     """Make the files. Raises CorpusError without text, ValueError for too small a vocabulary, OSError."""
-    # Imported here so that recognising a complete directory costs no start-up time.
+    # Imported here so that recognizing a complete directory costs no start-up time.
     from megatron_fp8.data.corpus import read_corpus
     from megatron_fp8.data.encode import encode_documents
     from megatron_fp8.data.token_file import TokenFileWriter

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.data.inspect import mistake_of_pair
 from megatron_fp8.data.token_file import TokenFileWriter, TokenIndex, bin_path, idx_path, read_index
+from megatron_fp8.errors import BadInputError
 
 PART_BYTES = 16 * 2**20
 OnBytes = Callable[[int], None]

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.data.blend import Blend
 from megatron_fp8.data.order import BlendOrder, Order, blend_order, file_order
 from megatron_fp8.data.token_file import TokenIndex, read_index
+from megatron_fp8.errors import BadInputError
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fp8.config.paths import is_missing, why_unreadable
-from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.errors import BadInputError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

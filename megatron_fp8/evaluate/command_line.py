@@ -11,8 +11,8 @@ from pathlib import Path
 
 from megatron_fp8.checkpoint.manifest import CheckpointError
 from megatron_fp8.checkpoint.saved_model import InferenceSettings
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.speaker import EXIT_CODE_OF_A_MISTAKE, SECONDS_FOR_THE_SPEAKER
+from megatron_fp8.errors import BadInputError
 
 _MICROBATCHES_PER_STAGE = 4
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fp8.checkpoint.saved_model import SavedModel
-from megatron_fp8.config.problem import BadInputError, ConfigError, Problem
+from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.blend import Blend
 from megatron_fp8.data.inspect import check_token_file
@@ -15,6 +15,7 @@ from megatron_fp8.data.set_names import dataset_names
 from megatron_fp8.data.splits import DataKeyError, valid_blend
 from megatron_fp8.data.token_file import read_index
 from megatron_fp8.data.tokenizer import Tokenizer, TokenizerError
+from megatron_fp8.errors import BadInputError
 
 
 @dataclass(frozen=True)

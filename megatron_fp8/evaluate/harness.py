@@ -16,8 +16,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows
 
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.data.tokenizer import Tokenizer
+from megatron_fp8.errors import BadInputError
 from megatron_fp8.evaluate.scoring import Request, Scorer
 from megatron_fp8.generate.generation import Limits, generate
 from megatron_fp8.generate.sampling import Sampling

@@ -14,7 +14,7 @@ from typing import NoReturn, TypeVar, cast
 import torch.distributed
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
-from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.errors import BadInputError
 from megatron_fp8.faults.exit_codes import ExitCode
 
 Result = TypeVar("Result")

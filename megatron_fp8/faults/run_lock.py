@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron_fp8.checkpoint.reading import kept
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.rundir import LOCK
+from megatron_fp8.errors import BadInputError
 
 # A job that was started again may meet the end of the one before: a process that saves or dies, a file server that
 # notices. Rather less than the ten minutes for which the other ranks wait for this one by default.

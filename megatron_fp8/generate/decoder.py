@@ -36,7 +36,7 @@ class Decoder:
         self._num_fillers_ever = 0
         self._num_samples = num_samples
         self._cache = self._make_cache(max_length) if use_cache else None
-        # From here on FP8 weights are quantised once.
+        # From here on FP8 weights are quantized once.
         self._stage.is_first_microbatch = True
 
     def read(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from megatron_fp8.checkpoint.manifest import CheckpointError, damage
 from megatron_fp8.checkpoint.saved_model import MASTER, kept_checkpoint, read_config
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.tokenizer import AUTO, END_OF_DOCUMENT, HUGGING_FACE, Tokenizer
+from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf.families import config_json, tensor_groups
 from megatron_fp8.hf.groups import TensorGroup
 from megatron_fp8.hf.tokenizer_files import TOKENIZER, copy_tokenizer, describe_tokenizer, require_tokenizer

@@ -9,8 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_fp8.config.problem import BadInputError, ConfigError, Problem
+from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.schema import ModelConfig
+from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf import gpt2, llama
 from megatron_fp8.hf.groups import TensorGroup
 from megatron_fp8.hf.settings import HFSettings
@@ -52,7 +53,7 @@ def read_model(path: Path, seq_length: int | None) -> ModelConfig:
         settings.reject("model_type", values.get("model_type"), reason, f"one of {', '.join(_BY_MODEL_TYPE)}")
         settings.finish()
     assert family is not None
-    settings.only("quantization_config", None, None, "quantised weights are not converted")
+    settings.only("quantization_config", None, None, "quantized weights are not converted")
     ours = family.model_values(settings)
     settings.finish()
     ours["seq_length"] = seq_length or ours["max_position_embeddings"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf.groups import Shape, TensorGroup
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp8.checkpoint.manifest import sync
-from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf.folder import INDEX, SINGLE_FILE
 from megatron_fp8.hf.groups import Shape
 

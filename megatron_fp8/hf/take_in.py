@@ -20,8 +20,8 @@ from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import Manifest
 from megatron_fp8.checkpoint.start import CHECKPOINTS
 from megatron_fp8.config.dump import dump_config
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.schema import Config, ModelConfig
+from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf.export import MASTER
 from megatron_fp8.hf.families import read_model, tensor_groups
 from megatron_fp8.hf.folder import TIED_HEAD, StoredWeight, find_weights

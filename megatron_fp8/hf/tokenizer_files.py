@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.data.tokenizer import Tokenizer, TokenizerError
 from megatron_fp8.data.vocab.backend import EOD
+from megatron_fp8.errors import BadInputError
 
 TOKENIZER = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"

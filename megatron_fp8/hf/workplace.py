@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_fp8.checkpoint.manifest import sync
-from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.errors import BadInputError
 
 
 def require_new(folder: Path) -> None:

@@ -97,7 +97,7 @@ class GPTStage(MegatronModule):
             weight.shared = True  # type: ignore[attr-defined]
 
     def shared_embedding_or_output_weight(self) -> Tensor:
-        """The tied weight `[padded_vocab / tp, h]`; Megatron's gradient finalisation asks for it."""
+        """The tied weight `[padded_vocab / tp, h]`; Megatron's gradient finalization asks for it."""
         return self.embedding.word_embeddings.weight
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
@@ -166,7 +166,7 @@ class GPTStage(MegatronModule):
         """FP32 logits `[b, padded_vocab / tp]` of the token after place `last` of each sample; of a model of one stage.
 
         `tokens`, `position_ids`: int64 `[b, s]`; what comes after `last`, int64 `[b]`, only fills up. With `cache`,
-        whose step is prepared, the tokens come after those that it holds, and FP8 weights are quantised in the first
+        whose step is prepared, the tokens come after those that it holds, and FP8 weights are quantized in the first
         such call after `is_first_microbatch` was set, and kept.
         """
         hidden = self._blocks(self.embedding(tokens, position_ids), None, tokens.shape[1], cache)
@@ -181,7 +181,7 @@ class GPTStage(MegatronModule):
         rope = self.rotary(max(self._factory.seq_length, longest)) if self.rotary is not None else None
         for index, layer in enumerate(self.layers):
             number = self.spec.first_layer + index
-            # In evaluation the weights are quantised anew and the cache of the training step is left alone.
+            # In evaluation the weights are quantized anew and the cache of the training step is left alone.
             caches = self._precision.runs_in_fp8(number) and (torch.is_grad_enabled() or cache is not None)
             first = self.is_first_microbatch if caches else None
             attention = attention_arguments(layer, cu_seqlens, longest, cache)

@@ -14,12 +14,12 @@ from megatron_fp8.precision.policy import PrecisionPolicy
 
 
 def _keep(weight: Tensor) -> Tensor:
-    """Initialisation left to `model/init.py`."""
+    """Initialization left to `model/init.py`."""
     return weight
 
 
 def transformer_config(config: Config, layout: Layout, policy: PrecisionPolicy) -> TransformerConfig:
-    """What Megatron Core's schedules, DDP, embedding and gradient finalisation read."""
+    """What Megatron Core's schedules, DDP, embedding and gradient finalization read."""
     model, parallel = config.model, config.parallel
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     return TransformerConfig(

@@ -1,6 +1,6 @@
 """Owns one table: for every kind of parameter, the axis that tensor parallelism divides and its fused parts.
 
-Whoever needs to know how a parameter lies on the ranks (initialisation, checkpoints, export) asks here. Must not know
+Whoever needs to know how a parameter lies on the ranks (initialization, checkpoints, export) asks here. Must not know
 process groups.
 """
 

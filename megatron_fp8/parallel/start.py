@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 
 from megatron_fp8.config.launcher import foreign_tasks
-from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.errors import BadInputError
 from megatron_fp8.parallel.rendezvous import ConnectError, store_of_this_start
 
 

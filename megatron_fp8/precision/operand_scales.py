@@ -75,7 +75,7 @@ def delayed_scales(
 
 
 class ScaleWatcher:
-    """Takes the scales along that the tensors of `operands` are quantised with; see `tap`."""
+    """Takes the scales along that the tensors of `operands` are quantized with; see `tap`."""
 
     def __init__(self, operands: Sequence[Operand], policy: Fp8Policy) -> None:
         self._operands = operands
@@ -84,7 +84,7 @@ class ScaleWatcher:
         self._inverse: dict[str, Tensor] = {}
         self._limits: dict[str, float] = {}
 
-    def quantised(
+    def quantized(
         self,
         quantizer: Quantizer,
         result: Any,
@@ -117,8 +117,8 @@ class ScaleWatcher:
             if amax > 0
         }
 
-    def _take(self, operand: Operand, quantised: Any) -> None:
-        inverse = _largest_inverse_scale(quantised)
+    def _take(self, operand: Operand, quantized: Any) -> None:
+        inverse = _largest_inverse_scale(quantized)
         if inverse is not None:
             before = self._inverse.get(operand.name)
             self._inverse[operand.name] = inverse if before is None else torch.maximum(before, inverse)
@@ -153,7 +153,7 @@ def _worst(names: Sequence[str], rows: Sequence[Tensor], group: ProcessGroup | N
 
 
 def _largest_inverse_scale(result: Any) -> Tensor | None:
-    """FP32 scalar: the inverse of the smallest scale in a quantised tensor, blocks of zeros left out.
+    """FP32 scalar: the inverse of the smallest scale in a quantized tensor, blocks of zeros left out.
 
     0 if there is no other block; None where scales cannot be read.
     """

@@ -19,7 +19,7 @@ from megatron_fp8.precision.te_modules import linear_modules, num_gemms
 
 Kind = Literal["input", "weight", "grad_output"]
 # A module's slots are [input, weight, output] for each linear layer in the forward and [grad_output, grad_input] in
-# the backward pass; outputs and input gradients are not quantised, so their slots stay unused.
+# the backward pass; outputs and input gradients are not quantized, so their slots stay unused.
 _FORWARD, _BACKWARD = "scaling_fwd", "scaling_bwd"
 _SLOTS: tuple[tuple[Kind, str, int, int], ...] = (
     ("input", _FORWARD, 0, 3),
@@ -47,11 +47,11 @@ class Operand:
 
     @property
     def quantizers(self) -> Iterator[Quantizer]:
-        """What quantises it, directions that are overridden among them; empty before the layer first ran in FP8."""
+        """What quantizes it, directions that are overridden among them; empty before the layer first ran in FP8."""
         made = self.module.quantizers.get(self.direction)
         found = [made[self.slot]] if made else []
         if self.kind == "weight":
-            # A cached quantised weight is quantised anew by a quantizer of its own.
+            # A cached quantized weight is quantized anew by a quantizer of its own.
             cached = self.module._fp8_workspaces.get("weight" if self.weight_name is None else self.weight_name)
             found.append(getattr(cached, "_quantizer", None))
         for quantizer in found:
@@ -86,7 +86,7 @@ def operands(layers: Mapping[int, nn.Module]) -> Iterator[Operand]:
 
 
 def by_quantizer(found: Iterable[Operand]) -> dict[int, Operand]:
-    """The operands by the identities of what quantises them at present."""
+    """The operands by the identities of what quantizes them at present."""
     return {id(quantizer): operand for operand in found for quantizer in operand.quantizers}
 
 

@@ -1,7 +1,7 @@
 """Owns the measurement of FP8 tensors from their data: what was clipped, flushed to zero and how large the error is.
 
-For layers in FP8 it compares each quantised tensor with what it was made of. For layers in BF16 it asks what FP8 would
-do ("shadow"): it quantises the operands of their GEMMs on the side, with quantizers that it is given. Either way the
+For layers in FP8 it compares each quantized tensor with what it was made of. For layers in BF16 it asks what FP8 would
+do ("shadow"): it quantizes the operands of their GEMMs on the side, with quantizers that it is given. Either way the
 computation itself is left as it is. Must not know limits, steps or ranks beyond the group that it sums over.
 """
 
@@ -22,7 +22,7 @@ from transformer_engine.pytorch.tensor import (
 )
 
 from megatron_fp8.precision.operands import Kind, Operand, by_quantizer, operands
-from megatron_fp8.precision.quantisation_sums import quantisation_sums
+from megatron_fp8.precision.quantization_sums import quantization_sums
 from megatron_fp8.precision.tap import tap
 from megatron_fp8.precision.tensor_health import TensorHealth
 
@@ -31,7 +31,7 @@ _LARGEST = {DType.kFloat8E4M3: 0x7E, DType.kFloat8E5M2: 0x7B}
 
 
 class TensorProbe:
-    """Measures the tensors of `layers` (by global number) that are quantised while `measuring`.
+    """Measures the tensors of `layers` (by global number) that are quantized while `measuring`.
 
     `shadow` makes the quantizer with which an operand of the `bf16_layers` among them is tried; None: those are not
     measured. (An FP8 layer has BF16 operands too where its GEMMs are overridden; these are not tried.) With
@@ -88,7 +88,7 @@ class TensorProbe:
             torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX, group=group)
         return dict(zip(names, amaxes.tolist(), strict=True))
 
-    def quantised(self, quantizer: Quantizer, result: Any, source: Callable[[], Tensor]) -> None:
+    def quantized(self, quantizer: Quantizer, result: Any, source: Callable[[], Tensor]) -> None:
         """See `tap.Watcher`."""
         if self._trying:
             return
@@ -141,13 +141,13 @@ class TensorProbe:
             result = plain.quantize(source.detach())
             self._trying = False
         at_limit = (_bytes(result).reshape(-1) & 0x7F) == _LARGEST[DType.cast(result._fp8_dtype)]
-        sums = quantisation_sums(source.detach().float().reshape(-1), _numbers(result).reshape(-1), at_limit)
+        sums = quantization_sums(source.detach().float().reshape(-1), _numbers(result).reshape(-1), at_limit)
         before = self._sums.get(operand.name)
         self._sums[operand.name] = sums if before is None else before.add_(sums)
 
 
 def _numbers(result: Any) -> Tensor:
-    """FP32 numbers of a quantised tensor."""
+    """FP32 numbers of a quantized tensor."""
     if isinstance(result, MXFP8TensorStorage):
         # TE's method would first move what is not a GPU's to one.
         return tex.dequantize(result, DType.kFloat32)

@@ -1,7 +1,7 @@
 """Owns looking at what Transformer Engine's kernels are given and give back, without changing it.
 
-TE quantises, normalises, activates and multiplies through the functions of its compiled extension, which its modules
-look up by name at every call. While a tap is open, the functions that quantise, and the GEMM, are wrapped: the real
+TE quantizes, normalizes, activates and multiplies through the functions of its compiled extension, which its modules
+look up by name at every call. While a tap is open, the functions that quantize, and the GEMM, are wrapped: the real
 one runs as ever, then the watcher sees its arguments and results. Must not know what is measured.
 """
 
@@ -22,14 +22,14 @@ _ACTIVATIONS = (
 _NORMS = ("layernorm_fwd", "rmsnorm_fwd")
 _CASTS = ("quantize", "bgrad_quantize")
 _GRADIENTS = (*(f"d{name}" for name in _ACTIVATIONS), "clamped_dswiglu", *(f"dbias_d{name}" for name in _ACTIVATIONS))
-# Where the quantised tensor is in a result that is a list.
+# Where the quantized tensor is in a result that is a list.
 _PLACE = {"bgrad_quantize": 1, "layernorm_fwd": 0, "rmsnorm_fwd": 0, **{f"dbias_d{name}": 1 for name in _ACTIVATIONS}}
 
 
 class Watcher(Protocol):
     """What sees the calls."""
 
-    def quantised(self, quantizer: Quantizer, result: Any, source: Callable[[], Tensor]) -> None:
+    def quantized(self, quantizer: Quantizer, result: Any, source: Callable[[], Tensor]) -> None:
         """`quantizer` made `result` of the tensor that `source` computes (again, where a kernel does both)."""
 
     def multiplied(self, a: Any, transpose_a: bool, b: Any, transpose_b: bool) -> None:
@@ -38,10 +38,10 @@ class Watcher(Protocol):
 
 @contextmanager
 def tap(watcher: Watcher) -> Iterator[None]:
-    """Show `watcher` every quantisation and every GEMM inside; the extension is as before when it is left."""
+    """Show `watcher` every quantization and every GEMM inside; the extension is as before when it is left."""
     names = (*_CASTS, *_NORMS, *_ACTIVATIONS, *_GRADIENTS)
     # The stand-in answers to every name; only what is really there is wrapped.
-    watched = {name: _watch_quantisation(watcher, name, vars(tex)[name]) for name in names if name in vars(tex)}
+    watched = {name: _watch_quantization(watcher, name, vars(tex)[name]) for name in names if name in vars(tex)}
     watched["generic_gemm"] = _watch_gemm(watcher, tex.generic_gemm)
     # TE's modules call the extension through either of the two.
     places = [(module, name) for module in (tex, cpp_extensions) for name in watched if name in vars(module)]
@@ -55,7 +55,7 @@ def tap(watcher: Watcher) -> Iterator[None]:
             setattr(module, name, function)
 
 
-def _watch_quantisation(watcher: Watcher, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+def _watch_quantization(watcher: Watcher, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     place = _PLACE.get(name)
 
     def without(value: Any) -> Any:
@@ -73,7 +73,7 @@ def _watch_quantisation(watcher: Watcher, name: str, real: Callable[..., Any]) -
                 return plain if place is None else plain[place]
 
             with torch.no_grad():
-                watcher.quantised(quantizer, result if place is None else result[place], source)
+                watcher.quantized(quantizer, result if place is None else result[place], source)
         return result
 
     return watched

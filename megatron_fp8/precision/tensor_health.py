@@ -1,4 +1,4 @@
-"""Owns what is said about one FP8 tensor: how much of it quantisation lost, from sums over its elements.
+"""Owns what is said about one FP8 tensor: how much of it quantization lost, from sums over its elements.
 
 Plain numbers; imports no torch.
 """
@@ -12,10 +12,10 @@ NUM_SUMS = 6
 
 @dataclass(frozen=True)
 class TensorHealth:
-    """What quantisation did to a tensor.
+    """What quantization did to a tensor.
 
     `clipped`: share of elements stored as the format's largest number although they were larger. `flushed`: share of
-    the non-zero elements that became zero. `error`: ||x - q(x)|| / ||x||. `sqnr_db`: signal to quantisation noise,
+    the non-zero elements that became zero. `error`: ||x - q(x)|| / ||x||. `sqnr_db`: signal to quantization noise,
     -20 log10(error), in dB.
 
     Degenerate inputs: without elements, or all zero, nothing was lost (0, 0, 0, infinite dB); NaN or infinity in x
@@ -28,7 +28,7 @@ class TensorHealth:
 
     @property
     def sqnr_db(self) -> float:
-        """Signal to quantisation noise."""
+        """Signal to quantization noise."""
         return math.inf if self.error == 0 else -20 * math.log10(self.error)
 
     @classmethod

@@ -1,7 +1,7 @@
 """Owns when FP8 tensors are looked at, what is recorded of them, and that a decision to leave FP8 takes effect.
 
 At the log interval scales and amaxes, which cost no pass over the data; at the slower health interval what
-quantisation lost, from the data. Every rank takes part and knows the numbers of all stages, so that all have the same
+quantization lost, from the data. Every rank takes part and knows the numbers of all stages, so that all have the same
 decisions and any of them can save these. Decisions take effect between two steps. Must not know how tensors are
 measured or decisions are made.
 

@@ -22,11 +22,11 @@ from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.formats import describe_formats, linear_layers_in_fp8
 from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.load import process_environment
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.rundir import LOCK, create_run_directory
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.secret_texts import secret_values
 from megatron_fp8.config.start import Start
+from megatron_fp8.errors import BadInputError
 from megatron_fp8.faults.lost_rank import explaining_lost_ranks
 from megatron_fp8.faults.run_lock import Holds
 from megatron_fp8.parallel.start import init_process_group

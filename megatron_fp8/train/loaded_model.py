@@ -25,8 +25,8 @@ from megatron_fp8 import device as devices
 from megatron_fp8.checkpoint.manifest import CheckpointError
 from megatron_fp8.checkpoint.saved_model import MASTER, SavedModel
 from megatron_fp8.config.layout import Layout, derive_layout
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.schema import Config
+from megatron_fp8.errors import BadInputError
 from megatron_fp8.model.sharding import ParameterSharding, parameter_sharding
 from megatron_fp8.parallel.start import init_process_group
 from megatron_fp8.precision.policy import build_policy

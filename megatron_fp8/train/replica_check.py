@@ -23,7 +23,7 @@ from megatron_fp8.parallel.groups import ParallelGroups, amax_group
 from megatron_fp8.precision.manager import PrecisionManager
 from megatron_fp8.report.record import Recorder, Value
 
-# What TE's quantised weights consist of, kind by kind.
+# What TE's quantized weights consist of, kind by kind.
 _STORED = (
     "_data",
     "_scale_inv",
@@ -118,7 +118,7 @@ class ReplicaCheck:
 
 
 def _stored(name: str, parameter: Tensor) -> dict[str, Tensor]:
-    """The tensors that a parameter consists of: itself, or what TE keeps of a quantised one."""
+    """The tensors that a parameter consists of: itself, or what TE keeps of a quantized one."""
     if not hasattr(parameter, "_quantizer"):
         return {name: parameter}
     parts = {inner: getattr(parameter, inner, None) for inner in _STORED}

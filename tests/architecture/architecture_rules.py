@@ -10,7 +10,7 @@ from source_tree import PACKAGE, Module, project_imports
 
 # From the bottom up: a module may import what is on its own layer or below. The longest name that fits counts.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    (f"{PACKAGE}.config",),
+    (f"{PACKAGE}.config", f"{PACKAGE}.errors"),
     (
         f"{PACKAGE}.checkpoint.manifest",
         f"{PACKAGE}.checkpoint.directory",

@@ -11,7 +11,8 @@ import pytest
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import MANIFEST, Manifest, write_sums
 from megatron_fp8.checkpoint.start import choose_start
-from megatron_fp8.config.problem import BadInputError, ConfigError
+from megatron_fp8.config.problem import ConfigError
+from megatron_fp8.errors import BadInputError
 from megatron_fp8.faults.run_lock import Holds, locked_run
 from tests.checkpoint.test_start import make_config
 

@@ -224,10 +224,10 @@ def whole_state(parts: Any) -> Iterator[tuple[str, Any]]:
 
     for index, chunk in enumerate(parts.chunks):
         for name, parameter in chunk.named_parameters():
-            quantised = hasattr(parameter, "_quantizer")
-            yield f"chunk{index}.{name}", parameter.dequantize() if quantised else parameter
+            quantized = hasattr(parameter, "_quantizer")
+            yield f"chunk{index}.{name}", parameter.dequantize() if quantized else parameter
             for inner in ("_data", "_rowwise_data", "_scale_inv", "_rowwise_scale_inv"):
-                if quantised and isinstance(getattr(parameter, inner, None), torch.Tensor):
+                if quantized and isinstance(getattr(parameter, inner, None), torch.Tensor):
                     yield f"chunk{index}.{name}.{inner}", getattr(parameter, inner)
         for name, module in chunk.named_modules():
             # TE's attention has state of this kind too, which nothing uses outside of FP8 attention.

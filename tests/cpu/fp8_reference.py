@@ -25,7 +25,7 @@ def values(data: np.ndarray, fp8: torch.dtype) -> np.ndarray:
 
 
 def rounded(x: torch.Tensor, scale: float, fp8: torch.dtype) -> torch.Tensor:
-    """Float64 values of `x` after quantisation with `scale`, dequantised with FP32's reciprocal of it."""
+    """Float64 values of `x` after quantization with `scale`, dequantized with FP32's reciprocal of it."""
     scale_inv = np.float64(np.float32(1) / np.float32(scale))
     return torch.from_numpy(values(quantized_bytes(x, scale, fp8), fp8) * scale_inv).cuda()
 

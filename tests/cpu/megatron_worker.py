@@ -69,7 +69,7 @@ def build(layout: dict[str, Any], dtype: torch.dtype) -> list[DistributedDataPar
             share_embeddings_and_output_weights=layout["tied"],
             **stage,
         ).cuda(torch.cuda.current_device())
-        initialise(model)
+        initialize(model)
         wrapped = Float16Module(config, model) if config.bf16 else model
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=layout["distributed_optimizer"],
@@ -82,7 +82,7 @@ def build(layout: dict[str, Any], dtype: torch.dtype) -> list[DistributedDataPar
     return chunks
 
 
-def initialise(model: GPTModel) -> None:
+def initialize(model: GPTModel) -> None:
     """Weights that depend on the global layer number, the name and the position only."""
     numbers = {f"decoder.layers.{i}.": layer.layer_number for i, layer in enumerate(model.decoder.layers)}
     for name, parameter in model.named_parameters():

@@ -88,7 +88,7 @@ def test_blockwise_values_scales_and_layouts(dim: int, fp8: Any, pow_2: bool, sh
     assert torch.equal(result._rowwise_scale_inv[: inverse.shape[0], : inverse.shape[1]], inverse)
     assert result._rowwise_scale_inv.count_nonzero() == inverse.numel()
     assert_values(result, False, numbers)
-    # TE's own dequantisation reads the layout that it documents.
+    # TE's own dequantization reads the layout that it documents.
     torch.testing.assert_close(result.dequantize(dtype=torch.float32).reshape(numbers.shape).double(), numbers)
 
     numbers, inverse = reference(x, columns, fp8, scale_of)
@@ -254,7 +254,7 @@ def test_e5m2_x_e5m2_and_mixed_scalings_are_refused(make: Any) -> None:
 
 
 @pytest.mark.parametrize("dim", [1, 2])
-def test_a_tensor_without_axes_is_quantised_as_one_element(dim: int) -> None:
+def test_a_tensor_without_axes_is_quantized_as_one_element(dim: int) -> None:
     for usages in ({}, {"rowwise": False}, {"columnwise": False}):
         result = tex.quantize(torch.tensor(0.75), blockwise(dim=dim, **usages))
         assert tex.dequantize(result, tex.DType.kFloat32).item() == 0.75

@@ -104,16 +104,16 @@ def test_layernorm_linear() -> None:
     step(made, x, grad, recipe)
     step(made, x, grad, recipe)
     forward, backward = scales(made, "scaling_fwd"), scales(made, "scaling_bwd")
-    out, normalised = step(made, x, grad, recipe)
+    out, normalized = step(made, x, grad, recipe)
 
-    n8, w8 = rounded(normalised.detach(), forward[INPUT], E4M3), rounded(made.weight.detach(), forward[WEIGHT], E4M3)
+    n8, w8 = rounded(normalized.detach(), forward[INPUT], E4M3), rounded(made.weight.detach(), forward[WEIGHT], E4M3)
     g8 = rounded(grad, backward[GRAD_OUTPUT], E5M2)
     assert_close(out.detach(), n8 @ w8.t() + made.bias.detach().bfloat16().double())
     assert_close(made.weight.grad, g8.t() @ n8)
     x64 = x.detach().double().requires_grad_()
     gamma, beta = (p.detach().double().requires_grad_() for p in (made.layer_norm_weight, made.layer_norm_bias))
     reference = torch.nn.functional.layer_norm(x64, [IN], gamma, beta, made.eps)
-    assert_close(normalised.detach(), reference.detach())
+    assert_close(normalized.detach(), reference.detach())
     reference.backward(g8 @ w8)
     for actual, expected in [
         (x.grad, x64.grad),
@@ -124,13 +124,13 @@ def test_layernorm_linear() -> None:
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling()], ids=["delayed", "now"])
-def test_weight_is_quantised_once_for_all_micro_batches(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_is_quantized_once_for_all_micro_batches(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = module("Linear", torch.bfloat16)
-    quantised = []
+    quantized = []
     original = tex.quantize
 
     def counting(tensor: torch.Tensor, *rest: Any) -> Any:
-        quantised.append(tensor.shape == made.weight.shape)
+        quantized.append(tensor.shape == made.weight.shape)
         return original(tensor, *rest)
 
     monkeypatch.setattr(tex, "quantize", counting)
@@ -138,7 +138,7 @@ def test_weight_is_quantised_once_for_all_micro_batches(recipe: Any, monkeypatch
     outputs = []
     for micro_batch in range(3):
         outputs.append(step(made, x, grad, recipe, is_first_microbatch=micro_batch == 0))
-        assert sum(quantised) == 1
+        assert sum(quantized) == 1
         if micro_batch == 0:
             input_gradient = x.grad
         with torch.no_grad():
@@ -159,7 +159,7 @@ def test_weight_is_quantised_once_for_all_micro_batches(recipe: Any, monkeypatch
         assert torch.equal(input_gradient, x.grad)
     else:
         step(made, x, grad, recipe, is_first_microbatch=True)
-    assert sum(quantised) == (2 if recipe.delayed() else 3)
+    assert sum(quantized) == (2 if recipe.delayed() else 3)
 
 
 def test_the_amax_of_all_micro_batches_counts() -> None:

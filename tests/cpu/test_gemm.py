@@ -266,7 +266,7 @@ def test_gelu_and_its_gradient() -> None:
     assert_near(dgrad, x.grad, torch.float32)
 
 
-def test_delayed_scaling_quantises_the_accumulators_of_fp8_operands() -> None:
+def test_delayed_scaling_quantizes_the_accumulators_of_fp8_operands() -> None:
     a, b = operand("e4m3 delayed", (N, K), 0), operand("e4m3 delayed", (M, K), 1)
     quantizer = te.Float8Quantizer(torch.tensor([10.0]), torch.zeros(1), tex.DType.kFloat8E4M3)
     accumulators = general_gemm(a, b, out_dtype=torch.float32)[0]
@@ -365,8 +365,8 @@ def linear(recipe: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_linear_computes_with_the_quantised_numbers(name: str, fused: bool) -> None:
-    """Output and gradients of te.Linear against float64 on operands quantised apart from TE."""
+def test_linear_computes_with_the_quantized_numbers(name: str, fused: bool) -> None:
+    """Output and gradients of te.Linear against float64 on operands quantized apart from TE."""
     recipe = DelayedScaling(amax_history_len=4) if name == "delayed" else Float8CurrentScaling()
     module = linear(recipe, fuse_wgrad_accumulation=fused)
     x = torch.randn(M, K).bfloat16().requires_grad_()
@@ -377,15 +377,15 @@ def test_linear_computes_with_the_quantised_numbers(name: str, fused: bool) -> N
         y = module(x)
     y.backward(grad)
 
-    def quantised(value: torch.Tensor, fp8: torch.dtype) -> torch.Tensor:
+    def quantized(value: torch.Tensor, fp8: torch.dtype) -> torch.Tensor:
         limit = torch.finfo(fp8).max
         value = value.detach().float()
         # Delayed scaling starts at scale 1.
         scale = torch.ones(()) if name == "delayed" else limit / value.abs().max()
         return (value * scale).clamp(-limit, limit).to(fp8).double() * scale.reciprocal().double()
 
-    weight, bias = quantised(module.weight, torch.float8_e4m3fn), module.bias.detach().double()
-    inputs, grads = quantised(x, torch.float8_e4m3fn), quantised(grad, torch.float8_e5m2)
+    weight, bias = quantized(module.weight, torch.float8_e4m3fn), module.bias.detach().double()
+    inputs, grads = quantized(x, torch.float8_e4m3fn), quantized(grad, torch.float8_e5m2)
     assert_near(y.detach(), inputs @ weight.t() + bias, torch.bfloat16)
     assert_near(x.grad, grads @ weight, torch.bfloat16)
     if fused:
@@ -396,7 +396,7 @@ def test_linear_computes_with_the_quantised_numbers(name: str, fused: bool) -> N
 
 
 def test_cached_weights_follow_the_optimizer_step() -> None:
-    """The FP8 weight is quantised in a step's first micro-batch, kept in its others, and fresh in the next step."""
+    """The FP8 weight is quantized in a step's first micro-batch, kept in its others, and fresh in the next step."""
     module = linear(Float8CurrentScaling(), bias=False)
     x = torch.randn(M, K).bfloat16()
     results = []

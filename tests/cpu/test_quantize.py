@@ -1,4 +1,4 @@
-"""Quantisation with TE's per-tensor quantizers on the stand-in: values, scales, amaxes, usages, storage."""
+"""Quantization with TE's per-tensor quantizers on the stand-in: values, scales, amaxes, usages, storage."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_output_is_written_in_place_and_takes_the_quantizers_usages() -> None:
     assert torch.equal(output._transpose, expected_bytes(x, 2.0, E4M3).t())
 
 
-def test_a_slice_of_a_weight_is_quantised_in_place() -> None:
+def test_a_slice_of_a_weight_is_quantized_in_place() -> None:
     weight = tex.quantize(torch.zeros(4, 16), delayed())
     # An empty amax, as TE's distributed-optimizer cast passes it, records nothing.
     quantizer = te.Float8Quantizer(torch.tensor([2.0]), torch.Tensor(), E4M3)
@@ -169,7 +169,7 @@ def test_noop_leaves_output_and_amax(make: Any) -> None:
 @pytest.mark.parametrize("make", [delayed, current])
 @pytest.mark.parametrize("fp8", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dequantised_values_are_the_bytes_times_scale_inv_rounded_once(make: Any, fp8: Any, dtype: Any) -> None:
+def test_dequantized_values_are_the_bytes_times_scale_inv_rounded_once(make: Any, fp8: Any, dtype: Any) -> None:
     result = tex.quantize(sample(8, 16), make(dtype=fp8))
     bytes_ = result._data.cpu().numpy().view(NUMPY[fp8]).astype(np.float32)
     expected = torch.from_numpy(bytes_ * result._scale_inv.cpu().numpy()).to(dtype).cuda()

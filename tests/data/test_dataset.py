@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from token_file_reference import decode_token_file
 
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data import index_cache
 from megatron_fp8.data.token_file import TokenFileError, TokenFileWriter
 from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.device import prepare
+from megatron_fp8.errors import BadInputError
 from tests.ranks import run_on_ranks
 
 prepare()  # Megatron Core is imported below

@@ -23,7 +23,7 @@ from megatron_fp8.data.vocab.json_byte_pairs import JsonBytePairs
 from megatron_fp8.data.vocab.patterns import PATTERNS, classes_of
 from megatron_fp8.data.vocab.unicode_classes import AgreedCharacters
 
-# What splittings, normalisers and cuts could trip over, beside letters, in any order.
+# What splittings, normalizers and cuts could trip over, beside letters, in any order.
 PARTS = [
     *"abz 1 25 . / ' - \n \t ( é ß 東 A S".split(" "),
     *(

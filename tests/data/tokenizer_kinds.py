@@ -118,7 +118,7 @@ JSON_KINDS: dict[str, Callable[[], Tokenizer]] = {
 }
 BY_BYTE_PAIRS = {"gpt2", "gpt2 with inner tokens", "llama3", "qwen2", "gpt4o"}
 """Those that tiktoken's core encodes."""
-NOWHERE = {"t5", "bert", "stripped", "nfkc", "replaced", "another regex", "unigram model", "normalised model"}
+NOWHERE = {"t5", "bert", "stripped", "nfkc", "replaced", "another regex", "unigram model", "normalized model"}
 """Those whose texts are not cut."""
 MODELS: dict[str, dict[str, Any]] = {
     "bpe model": {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"},
@@ -129,7 +129,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "normalization_rule_name": "identity",
     },
     "unigram model": {"model_type": "unigram", "normalization_rule_name": "identity"},
-    "normalised model": {"model_type": "bpe"},
+    "normalized model": {"model_type": "bpe"},
 }
 
 

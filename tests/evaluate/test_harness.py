@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_fp8.checkpoint.saved_model import InferenceSettings
-from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.errors import BadInputError
 from tests.e2e.launch import ROOT, run
 from tests.evaluate.conftest import Measured
 from tests.evaluate.models import FP32, evaluate_tasks, harness_results

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.config.rundir import LOCK
+from megatron_fp8.errors import BadInputError
 from megatron_fp8.faults import run_lock
 from megatron_fp8.faults.run_lock import locked_run
 from tests.e2e.launch import clean_environment

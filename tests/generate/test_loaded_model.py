@@ -12,8 +12,9 @@ import yaml
 from megatron_fp8.checkpoint.directory import TRACKER
 from megatron_fp8.checkpoint.manifest import CheckpointError
 from megatron_fp8.checkpoint.saved_model import InferenceSettings, find_checkpoint, read_saved_model
-from megatron_fp8.config.problem import BadInputError, ConfigError
+from megatron_fp8.config.problem import ConfigError
 from megatron_fp8.config.schema import Config
+from megatron_fp8.errors import BadInputError
 from tests.ranks import run_on_ranks
 from tests.small_run import batches, small_config
 

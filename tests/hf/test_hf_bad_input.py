@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
-from megatron_fp8.config.problem import BadInputError, ConfigError
+from megatron_fp8.config.problem import ConfigError
 from megatron_fp8.config.schema import ModelConfig
+from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf.families import config_json
 from megatron_fp8.hf.folder import read_folder
 from megatron_fp8.hf.shards import divide, write_shards

@@ -100,7 +100,7 @@ def test_delayed_scales_and_head_room(layout: str) -> None:
     assert all(records == ranks[0][0] for records, _ in ranks)
     (record,) = ranks[0][0]
     assert (record.pop("event"), record.pop("iteration")) == ("fp8", 3)
-    # 4 layers of 4 linear layers with 3 tensors of 4 series; outputs and input gradients are not quantised.
+    # 4 layers of 4 linear layers with 3 tensors of 4 series; outputs and input gradients are not quantized.
     assert len(record) == 4 * 4 * 3 * 4
     for layer in range(4):
         for tensor, direction, slot in (

@@ -102,7 +102,7 @@ def test_overrides_survive_recompute_bit_for_bit(override: list[bool]) -> None:
 
 
 def fp8_layers(config) -> set[int]:
-    """Layers of this rank, by global number, whose weights were quantised in a step."""
+    """Layers of this rank, by global number, whose weights were quantized in a step."""
 
     def probe(parts) -> set[int]:
         return {

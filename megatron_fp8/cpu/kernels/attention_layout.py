@@ -67,7 +67,7 @@ def shape_like(q: torch.Tensor, q_format: str, out_format: str, head_dim: int) -
 def empty_gradients(
     layout: QkvLayout, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised dq, dk, dv of the shapes of q, k, v, views of one tensor where the layout packs them.
+    """Uninitialized dq, dk, dv of the shapes of q, k, v, views of one tensor where the layout packs them.
 
     Packed as TE's kernel packs them, so that joining them again is free.
     """

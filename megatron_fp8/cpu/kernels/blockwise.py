@@ -3,7 +3,7 @@
 Layouts are TE's: columnwise bytes are the physical transpose `[last, *rest]`, because TE communicates them; inverse
 scales are stored for its GEMM, 2D rowwise `[m tiles, k tiles]`, 1D rowwise `[k tiles, m]`, 1D columnwise
 `[m tiles, k]`, 2D columnwise `[k tiles, m tiles]`, the last axis padded with zeros to a multiple of 4. The GEMM here
-multiplies the dequantised FP32 numbers, exact with scales that are powers of two (the recipe's default). Must not
+multiplies the dequantized FP32 numbers, exact with scales that are powers of two (the recipe's default). Must not
 know GEMMs or modules.
 """
 
@@ -30,9 +30,9 @@ _LENGTH = 128
 
 
 def quantize_blockwise(tensor: Tensor, quantizer: Any, output: Any, noop: bool) -> Any:
-    """Quantise `tensor` (FP32, BF16, FP16) by blocks into `output` or a new tensor of the quantizer's usages.
+    """Quantize `tensor` (FP32, BF16, FP16) by blocks into `output` or a new tensor of the quantizer's usages.
 
-    With 1D blocks, rowwise and columnwise data are two quantisations of `tensor`. Blocks whose amax is 0, infinite or
+    With 1D blocks, rowwise and columnwise data are two quantizations of `tensor`. Blocks whose amax is 0, infinite or
     NaN alone get scale 1; those whose scale overflows FP32 get the largest number of tensor's dtype as scale.
     """
     if output is None:

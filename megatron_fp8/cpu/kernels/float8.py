@@ -1,8 +1,8 @@
-"""Per-tensor scaled FP8: quantisation with delayed or current scaling into TE's `Float8Tensor` and its storage.
+"""Per-tensor scaled FP8: quantization with delayed or current scaling into TE's `Float8Tensor` and its storage.
 
 Columnwise data (`_transpose`, `[last, *rest]`) is a strided view of the rowwise bytes: the GEMM here reads any
 layout, a copy would only cost time and memory, and a view cannot go stale. TE's Python communicates rowwise bytes
-only with these quantisers (`distributed._all_gather_fp8`, the distributed optimizer's shards) and asks for the
+only with these quantizers (`distributed._all_gather_fp8`, the distributed optimizer's shards) and asks for the
 transpose again afterwards. A tensor with columnwise usage alone keeps only the view. Must not know GEMMs or modules.
 """
 
@@ -18,9 +18,9 @@ from megatron_fp8.cpu.kernels.scaling import scale_from_amax
 
 
 def quantize_float8(tensor: Tensor, quantizer: Any, output: Any, noop: bool) -> Any:
-    """Quantise `tensor`, FP32, BF16 or FP16 of any shape, into `output` or a new tensor of the quantizer's usages.
+    """Quantize `tensor`, FP32, BF16 or FP16 of any shape, into `output` or a new tensor of the quantizer's usages.
 
-    Delayed scaling quantises with the scale that stands and then leaves the larger of the tensor's amax and
+    Delayed scaling quantizes with the scale that stands and then leaves the larger of the tensor's amax and
     `quantizer.amax` there; an empty `quantizer.amax` records nothing. Current scaling takes the scale from the
     tensor's own amax, the maximum over the quantizer's group if it has one. `noop` leaves values and amax alone.
     """

@@ -64,11 +64,11 @@ def generic_gemm(
 ) -> list[Any]:
     """`D = alpha * op(B) @ op(A) [+ beta * D] [+ bias]`, `op` transposing where `transA`, `transB` say so.
 
-    A, B: `[..., columns]`, taken as matrices `[rows, columns]`; FP32, BF16, FP16 or quantised. The forward GEMM is
+    A, B: `[..., columns]`, taken as matrices `[rows, columns]`; FP32, BF16, FP16 or quantized. The forward GEMM is
     `TN` with weight A `[n, k]` and input B `[..., k]`, the input gradient `NN`, the weight gradient `NT`.
     D: None or a contiguous tensor to write, such as FP32 `main_grad` with `accumulate` (beta 1 unless given).
-    Without D the result has `output_dtype` (A's if None) or is quantised with `quantizer`. FP32 accumulators
-    are rounded once; delayed scaling of FP8 operands quantises the accumulators, other quantizers the rounded values.
+    Without D the result has `output_dtype` (A's if None) or is quantized with `quantizer`. FP32 accumulators
+    are rounded once; delayed scaling of FP8 operands quantizes the accumulators, other quantizers the rounded values.
 
     Without `grad`, `bias` `[n]` is added and `gelu` applies GELU (tanh form). With it, `bias` asks for the bias
     gradient, the sum of B over its rows in D's dtype, and `gelu` multiplies with GELU's derivative at `gelu_in`.
@@ -84,7 +84,7 @@ def generic_gemm(
     _check_output(D, dtype, shape)
     _check_beta(D, accumulate, beta)
     if 0 not in sizes:
-        in_kernel = _quantises_in_kernel(quantizer, quantized)
+        in_kernel = _quantizes_in_kernel(quantizer, quantized)
         output = torch_dtype(quantizer.dtype) if in_kernel else dtype
         biased = None if bias is None else bias.dtype if not grad else dtype
         epilogue = Epilogue(output, biased, gelu, grad, accumulate, use_split_accumulator)
@@ -211,7 +211,7 @@ def _check_beta(D: Any, accumulate: bool, beta: float | None) -> None:
         raise RuntimeError("Trying to use non-zero beta while not accumulating into D tensor")
 
 
-def _quantises_in_kernel(quantizer: Any, fp8_operands: bool) -> bool:
+def _quantizes_in_kernel(quantizer: Any, fp8_operands: bool) -> bool:
     """Whether the GEMM's kernel writes FP8: delayed scaling of FP8 operands."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
@@ -221,7 +221,7 @@ def _quantises_in_kernel(quantizer: Any, fp8_operands: bool) -> bool:
 def _deliver(total: Tensor, dtype: torch.dtype, D: Any, quantizer: Any, fp8_operands: bool) -> Any:
     if quantizer is None:
         return total.to(dtype) if D is None else D.copy_(total)
-    fused = _quantises_in_kernel(quantizer, fp8_operands)
+    fused = _quantizes_in_kernel(quantizer, fp8_operands)
     if D is None:
         D = format_of(quantizer).empty(quantizer, total.shape, dtype, "cuda")
     return quantize(total if fused else total.to(dtype), quantizer, D)

@@ -31,7 +31,7 @@ _MANTISSA_BITS = 23
 
 
 def quantize_mxfp8(tensor: Tensor, quantizer: Any, output: Any, noop: bool) -> Any:
-    """Quantise `tensor` (FP32, BF16, FP16) into `output` or a new tensor of the quantizer's usages.
+    """Quantize `tensor` (FP32, BF16, FP16) into `output` or a new tensor of the quantizer's usages.
 
     A block's scale is the smallest power of two with which its amax fits into FP8; with `with_2d_quantization` a block
     is 32 x 32 and both usages share its scale. An infinite amax gets the largest scale, 0 the smallest.

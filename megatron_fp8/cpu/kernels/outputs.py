@@ -1,4 +1,4 @@
-"""How a normalisation or activation kernel hands over its FP32 result.
+"""How a normalization or activation kernel hands over its FP32 result.
 
 Owns the one rounding at a kernel's end: to a high-precision dtype, or to FP8 through the quantizer.
 Must not know which kernel computed the result.

@@ -1,4 +1,4 @@
-"""Quantising one piece of a block-scaled weight: what a rank of the distributed optimizer owns of it.
+"""Quantizing one piece of a block-scaled weight: what a rank of the distributed optimizer owns of it.
 
 A piece is a run of consecutive elements of the row-major weight `[h, w]`, starting at element `start_offset`; it may
 begin and end inside a row and inside a block. Amaxes are found piece by piece, reduced over the ranks by TE, and each

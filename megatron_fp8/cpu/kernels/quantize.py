@@ -1,4 +1,4 @@
-"""Quantisation functions of `transformer_engine_torch`: which format a quantizer or a quantised tensor has.
+"""Quantization functions of `transformer_engine_torch`: which format a quantizer or a quantized tensor has.
 
 Must not know how a format is computed (see the format files) or what a GEMM does with it.
 """
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Format:
-    """What the stand-in can do with one quantised format.
+    """What the stand-in can do with one quantized format.
 
     quantize(tensor, quantizer, output or None, noop) -> output; empty(quantizer, shape, dtype, device) -> tensor;
     values(storage, columnwise) -> FP32 values in logical order and the factor that makes them the tensor's numbers;
@@ -71,7 +71,7 @@ def _formats() -> dict[type, Format]:
 
 
 def format_of(thing: Any) -> Format:
-    """The format of a TE quantizer or quantised tensor. Raises NotImplementedError for one without a stand-in."""
+    """The format of a TE quantizer or quantized tensor. Raises NotImplementedError for one without a stand-in."""
     formats = _formats()
     for base in type(thing).__mro__:
         if base in formats:
@@ -83,9 +83,9 @@ def format_of(thing: Any) -> Format:
 
 @torch.no_grad()
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    """Quantise `tensor` (FP32, BF16 or FP16, any shape) with a TE quantizer.
+    """Quantize `tensor` (FP32, BF16 or FP16, any shape) with a TE quantizer.
 
-    Writes `output`, a quantised tensor or its storage, or returns a new one with the quantizer's usages, a plain
+    Writes `output`, a quantized tensor or its storage, or returns a new one with the quantizer's usages, a plain
     storage if it is `internal`. A `noop` flag of 1 leaves `output` as it is. Raises NotImplementedError for a
     quantizer without a stand-in.
     """
@@ -94,21 +94,21 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 
 
 def dequantize(input: Any, otype: Any) -> Tensor:
-    """Numbers of a quantised tensor in the high-precision dtype `otype` (a TE `DType`), rounded once."""
+    """Numbers of a quantized tensor in the high-precision dtype `otype` (a TE `DType`), rounded once."""
     return format_of(input).dequantize(input, torch_dtype(otype))
 
 
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
 ) -> Any:
-    """A quantised tensor of nominal `dtype` with undefined values and the usages of `quantizer`."""
+    """A quantized tensor of nominal `dtype` with undefined values and the usages of `quantizer`."""
     del pin_memory
     return format_of(quantizer).empty(quantizer, shape, dtype, device)
 
 
 @torch.no_grad()
 def bgrad_quantize(input: Tensor, quantizer: Any) -> list[Any]:
-    """Bias gradient, the FP32 sum of `input` `[..., n]` over its rows in input's dtype, and `input` quantised.
+    """Bias gradient, the FP32 sum of `input` `[..., n]` over its rows in input's dtype, and `input` quantized.
 
     Without a quantizer the second is `input` itself.
     """
@@ -119,14 +119,14 @@ def bgrad_quantize(input: Tensor, quantizer: Any) -> list[Any]:
 
 
 def multi_tensor_quantize(tensor_list: Sequence[Tensor], quantizer_list: Sequence[Any]) -> list[Any]:
-    """Each tensor quantised with its quantizer."""
+    """Each tensor quantized with its quantizer."""
     return [quantize(tensor, quantizer) for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)]
 
 
 def split_quantize(
     tensor: Tensor, split_sections: Sequence[int], quantizer_list: Sequence[Any], disable_bulk_allocation: bool = False
 ) -> list[Any]:
-    """`tensor` split along its first axis into sections of the given sizes, each quantised with its quantizer."""
+    """`tensor` split along its first axis into sections of the given sizes, each quantized with its quantizer."""
     # One allocation for all outputs saves kernel launches on a GPU.
     del disable_bulk_allocation
     return multi_tensor_quantize(tensor.split(list(split_sections)), quantizer_list)

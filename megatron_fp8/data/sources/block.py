@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_fp8.config.problem import BadInputError
+from megatron_fp8.errors import BadInputError
 
 BLOCK_BYTES = 2**20
 

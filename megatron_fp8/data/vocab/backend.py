@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fp8.config.problem import BadInputError
 from megatron_fp8.data.cuts import Cuts
+from megatron_fp8.errors import BadInputError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 MODEL = "tokenizer_model"

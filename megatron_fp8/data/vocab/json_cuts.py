@@ -1,6 +1,6 @@
 """Owns where the texts of a `tokenizer.json` may be cut, by what it does to a text. Where it is not sure: nowhere.
 
-A place between two characters is one to cut at if normalising does not look across it, no word reaches across it, and
+A place between two characters is one to cut at if normalizing does not look across it, no word reaches across it, and
 what is put before a text is put before what follows it too, or can be left out there.
 """
 
@@ -30,7 +30,7 @@ def cuts_of(content: Mapping[str, Any]) -> Cuts | None:
     if cuts is None or any(_reaches_across(token, cuts) for token in inner):
         return None
     if inner and cuts.begins_with_space:
-        # The text after such a token is normalised as one of its own.
+        # The text after such a token is normalized as one of its own.
         return None
     return cuts
 

@@ -18,7 +18,7 @@ _ACROSS = re.compile(rf"[^{_SPACE}]{_SPACE}")
 
 
 class SentencePiece:
-    """A `Backend` of a SentencePiece model. What its normaliser drops from a text, decoding does not bring back."""
+    """A `Backend` of a SentencePiece model. What its normalizer drops from a text, decoding does not bring back."""
 
     def __init__(self, path: Path, eod_token: str | None) -> None:
         self._model = sentencepiece.SentencePieceProcessor()

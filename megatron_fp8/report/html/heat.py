@@ -38,8 +38,8 @@ _QUANTITIES: Mapping[str, Quantity] = {
     "history-max": Quantity("largest amax of the history", True, "largest"),
     "clipped": Quantity("clipped: share of elements above the largest FP8 number", False, "largest"),
     "flushed": Quantity("flushed: share of elements that became 0", False, "largest"),
-    "error": Quantity("error: relative error of quantisation", False, "largest"),
-    "sqnr-db": Quantity("signal to quantisation noise, dB", False, "smallest"),
+    "error": Quantity("error: relative error of quantization", False, "largest"),
+    "sqnr-db": Quantity("signal to quantization noise, dB", False, "smallest"),
     "grad-norm": Quantity("gradient norm before clipping", True, "largest"),
     "params-norm": Quantity("norm of the masters", True, "largest"),
 }
