@@ -7,7 +7,7 @@ import sys
 import time
 from functools import partial
 
-from megatron_fp8.checkpoint.start import choose_start
+from megatron_fp8.checkpoint.resume import choose_start
 from megatron_fp8.config.cli import parse_command_line
 from megatron_fp8.config.determinism import run_variables
 from megatron_fp8.config.load import LoadedConfig, process_environment

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from config_samples import SMALL, VOCAB_SIZE, write
 
-from megatron_fp8.checkpoint.start import choose_start
+from megatron_fp8.checkpoint.resume import choose_start
 from megatron_fp8.config.check import DataReport
 from megatron_fp8.config.cli import Command, parse_command_line
 from megatron_fp8.config.fields import config_fields
@@ -205,7 +205,7 @@ def test_one_rank_speaks_and_all_end(
 PROGRAM = """
 import sys, time
 from megatron_fp8.config.cli import parse_command_line
-from megatron_fp8.checkpoint.start import choose_start
+from megatron_fp8.checkpoint.resume import choose_start
 from megatron_fp8.config.load import process_environment
 from megatron_fp8.config.check import DataReport
 if "real" in sys.argv[1]:

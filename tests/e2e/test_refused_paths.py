@@ -76,7 +76,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
 # Command lines, one after the other in one process: each costs a start of Python otherwise.
 CHECK_MANY = """\
 import contextlib, io, json, sys, traceback
-from megatron_fp8.checkpoint.start import choose_start
+from megatron_fp8.checkpoint.resume import choose_start
 from megatron_fp8.config.cli import parse_command_line
 from megatron_fp8.data.check import check_data
 ends = []
