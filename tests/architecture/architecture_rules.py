@@ -20,6 +20,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         f"{PACKAGE}.checkpoint.start",
         f"{PACKAGE}.precision.policy",
         f"{PACKAGE}.precision.chart",
+        f"{PACKAGE}.precision.chart_labels",
+        f"{PACKAGE}.precision.chart_rows",
         f"{PACKAGE}.train.state",
         f"{PACKAGE}.planner",
     ),
