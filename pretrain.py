@@ -12,7 +12,7 @@ from megatron_fp8.config.cli import parse_command_line
 from megatron_fp8.config.determinism import run_variables
 from megatron_fp8.config.load import LoadedConfig, process_environment
 from megatron_fp8.config.problem import Problem
-from megatron_fp8.data.check import check_data
+from megatron_fp8.data.check_data import check_data
 from megatron_fp8.faults.run_lock import Holds
 from megatron_fp8.parallel.process_environment import set_variables
 

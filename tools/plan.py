@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.warn import config_warnings
-from megatron_fp8.data.check import check_data
+from megatron_fp8.data.check_data import check_data
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.planner.duration import DEFAULT_MFU
 from megatron_fp8.planner.gpus import DEFAULT_GPU, GPUS

@@ -209,7 +209,7 @@ from megatron_fp8.checkpoint.start import choose_start
 from megatron_fp8.config.load import process_environment
 from megatron_fp8.config.check import DataReport
 if "real" in sys.argv[1]:
-    from megatron_fp8.data.check import check_data
+    from megatron_fp8.data.check_data import check_data
 else:
     check_data = lambda config: DataReport(1000, ())
 def plan(loaded, world_size):

@@ -1,7 +1,4 @@
-"""Owns the look at every file that a config names for its data: the one call the command line makes.
-
-Imports no torch, so that it runs before processes start.
-"""
+"""Validates a config's tokenizer and token files before the ranks start. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,16 +8,13 @@ from megatron_fp8.config.check import DataReport
 from megatron_fp8.config.problem import Problem
 from megatron_fp8.config.rules_data import NO_FILE_TYPE
 from megatron_fp8.config.schema import Config
-from megatron_fp8.data.blend import Blend
-from megatron_fp8.data.document_ends import check_document_ends
-from megatron_fp8.data.inspect import bytes_read_for_ids, check_token_file
-from megatron_fp8.data.order import samples_in
-from megatron_fp8.data.split_order import tokens_read
-from megatron_fp8.data.splits import DEFAULT_SPLIT, DataKeyError, paths_key, train_blend, valid_blend
+from megatron_fp8.data.blend import DEFAULT_SPLIT, Blend, DataKeyError, paths_key, train_blend, valid_blend
+from megatron_fp8.data.order import samples_in, tokens_read
 from megatron_fp8.data.token_file import bin_path, read_index
 from megatron_fp8.data.tokenizer import Tokenizer, TokenizerError
+from megatron_fp8.data.validate_tokens import bytes_read_for_ids, check_document_ends, check_token_file
 
-_ANY_TOKEN = 2**63 - 1
+_ANY_VOCAB_SIZE = 2**63 - 1
 EPOCHS = "training.train_epochs"
 
 
@@ -34,9 +28,9 @@ class _Part:
 
 
 def check_data(config: Config) -> DataReport:
-    """The tokenizer's size and every mistake of the tokenizer and the token files.
+    """The tokenizer's size and every problem of the tokenizer and the token files.
 
-    Keys that are not set, and where indices are kept, are not this function's matter (`config/check.py`).
+    Missing keys and the directory of the index cache are checked elsewhere (`config/`).
     """
     problems: list[Problem] = []
     vocab_size = eod_id = None
@@ -47,11 +41,11 @@ def check_data(config: Config) -> DataReport:
         except TokenizerError as error:
             value = getattr(config.data, error.key)
             problems.append(Problem(f"data.{error.key}", value, error.reason, error.use_instead))
-    parts, mistakes = _parts(config)
-    problems += mistakes
+    parts, wrong_keys = _parts(config)
+    problems += wrong_keys
     files = {(prefix, part.key): None for part in parts for prefix in part.blend.prefixes}
     for prefix, key in files:
-        problems += check_token_file(prefix, vocab_size or _ANY_TOKEN, key)
+        problems += check_token_file(prefix, vocab_size or _ANY_VOCAB_SIZE, key)
     notes: list[str] = []
     epoch_samples = None
     if not problems:
@@ -60,13 +54,13 @@ def check_data(config: Config) -> DataReport:
             problems += check_document_ends(config.data, eod_id, (prefix for prefix, _ in files))
         notes = _notes(config, parts)
         if config.training.train_epochs is not None and parts and parts[0].name == "train":
-            epoch_samples, mistake = _epoch_samples(config, parts[0].blend)
-            problems += mistake
+            epoch_samples, wrong_epochs = _epoch_samples(config, parts[0].blend)
+            problems += wrong_epochs
     return DataReport(vocab_size, tuple(problems), epoch_samples, tuple(notes))
 
 
 def _parts(config: Config) -> tuple[list[_Part], list[Problem]]:
-    """What the config's keys mean, and what is wrong with them."""
+    """What the config's keys select, and what is wrong with them."""
     data = config.data
     parts, problems = [], []
     for name, paths, blend_of in (
@@ -85,7 +79,7 @@ def _parts(config: Config) -> tuple[list[_Part], list[Problem]]:
 
 
 def _too_short(config: Config, part: _Part) -> list[Problem]:
-    """Files with too few tokens for one sample, in the documents that are read."""
+    """Files with too few tokens for one sample in the documents that are read."""
     problems = []
     needed = config.model.seq_length + 1
     for prefix in part.blend.prefixes:
@@ -95,13 +89,13 @@ def _too_short(config: Config, part: _Part) -> list[Problem]:
             continue
         seq_length = f"model.seq_length={max(tokens - 1, 1)} or less"
         if not config.data.data_path:
-            reason = f"it has {tokens} tokens; one sample takes seq_length + 1 = {needed}"
+            reason = f"it has {tokens} tokens; one sample needs seq_length + 1 = {needed}"
             problems.append(Problem(part.key, prefix, reason, f"use more text, or {seq_length}"))
             continue
         documents = len(part.blend.documents(len(index.lengths_tokens)))
         reason = (
-            f"of the {len(index.lengths_tokens)} documents of {prefix} it gives {part.name} {documents} with {tokens} "
-            f"tokens; one sample takes seq_length + 1 = {needed}"
+            f"of the {len(index.lengths_tokens)} documents of {prefix}, {part.name} gets {documents} with {tokens} "
+            f"tokens; one sample needs seq_length + 1 = {needed}"
         )
         use = f"a larger share for {part.name}, more text, or {seq_length}"
         problems.append(Problem("data.split", config.data.split or DEFAULT_SPLIT, reason, use))
@@ -113,7 +107,7 @@ def _epoch_samples(config: Config, blend: Blend) -> tuple[int | None, list[Probl
     epochs = config.training.train_epochs
     assert epochs is not None
     if blend.weights is not None and len(blend.prefixes) > 1:
-        reason = "the weights of a blend say how often each file is read, so no pass reads every file once"
+        reason = "a weighted blend has no epochs: its weights determine how often each file is read"
         use = "training.train_samples or training.train_iters; or prefixes without weights"
         return None, [Problem(EPOCHS, epochs, reason, use)]
     tokens = [tokens_read(blend, read_index(prefix)) for prefix in blend.prefixes]
@@ -121,7 +115,7 @@ def _epoch_samples(config: Config, blend: Blend) -> tuple[int | None, list[Probl
 
 
 def _notes(config: Config, parts: list[_Part]) -> list[str]:
-    """What a check says about files without mistakes."""
+    """What `--check` prints about valid files."""
     notes = []
     for part in parts:
         tokens = sum(tokens_read(part.blend, read_index(prefix)) for prefix in part.blend.prefixes)
@@ -132,11 +126,11 @@ def _notes(config: Config, parts: list[_Part]) -> list[str]:
                 samples_in(tokens_read(part.blend, read_index(prefix)), config.model.seq_length)
                 for prefix in part.blend.prefixes
             )
-            note += f", {samples:,} samples an epoch"
+            note += f", {samples:,} samples per epoch"
         notes.append(note)
     for prefix in dict.fromkeys(prefix for part in parts for prefix in part.blend.prefixes):
         size, read = bin_path(prefix).stat().st_size, bytes_read_for_ids(prefix)
         if read < size:
             share = f"{read / 2**20:,.0f} of {size / 2**20:,.0f} MiB"
-            notes.append(f"token ids of {prefix}: {share} looked at; tools/data.py verify looks at all")
+            notes.append(f"token ids of {prefix}: {share} checked; tools/data.py verify checks all")
     return notes

@@ -10,14 +10,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megatron_fp8.data.cuts import ANYWHERE, WORDS_AND_LINES
-from megatron_fp8.data.encode import BrokenLineError, Settings, TokenizerFile, texts_of
-from megatron_fp8.data.sources.block import Block, InputError, Position
-from megatron_fp8.data.sources.files import find_inputs
-from megatron_fp8.data.sources.reading import LONGEST_LINE_BYTES, _cut_of, read_blocks
+from megatron_fp8.prepare.blocks import Block, Position, read_blocks
+from megatron_fp8.prepare.encode import BrokenLineError, Settings, TokenizerFile, texts_of
+from megatron_fp8.prepare.input_files import InputError, find_inputs
 
 TEXTS = [f"Text {number}: " + "Füße 東京\n" * (number % 5) for number in range(60)]
 SETTINGS = Settings(TokenizerFile(None, "ByteLevelTokenizer"))
@@ -65,18 +61,12 @@ FORMATS = [jsonl, gzipped, zstandard_frames, parquet, text_files]
 
 
 def blocks(path: Path, start: Position | None = None, block_bytes: int = 200) -> list[Block]:
-    return list(read_blocks(find_inputs([str(path)], "auto", ["text"]), ["text"], WORDS_AND_LINES, start, block_bytes))
+    return list(read_blocks(find_inputs([str(path)], "auto", ["text"]), ["text"], start or Position(), block_bytes))
 
 
 def documents(found: Sequence[Block]) -> list[str]:
-    """The documents of consecutive blocks, put together where one goes on in the next."""
-    texts: list[str] = []
-    for block in found:
-        parts = texts_of(block, SETTINGS).by_key["text"]
-        if block.continues:
-            texts[-1] += parts.pop(0)
-        texts += parts
-    return texts
+    """The documents of consecutive blocks."""
+    return [text for block in found for text in texts_of(block, SETTINGS).by_key["text"]]
 
 
 @pytest.mark.parametrize("write", FORMATS)
@@ -96,68 +86,37 @@ def test_every_format_gives_its_texts_from_any_position(write: Write, tmp_path: 
         assert not rest or rest[0].first_number == found[number].end.number
 
 
-def test_a_long_text_comes_in_pieces_and_goes_on_inside(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    long = "".join(f"line {number} of ü\n" for number in range(300))
+def test_a_text_file_is_one_document_however_long(tmp_path: Path) -> None:
+    long = "many words\n" * 1000
     for name, text in (("a", "short"), ("b", long), ("c", ""), ("d", "end")):
-        (tmp_path / "in" / name).write_text(text)
-    found = blocks(tmp_path / "in", block_bytes=256)
-    assert documents(found) == ["short", long, "", "end"]
-    assert max(block.size_bytes for block in found) <= 256
-    for number in range(0, len(found), 5):
-        rest = blocks(tmp_path / "in", found[number].end, 256)
-        # Not only the same text: cut in the same places, or other tokens might come of it.
-        assert [(block.pieces, block.end) for block in rest] == [(b.pieces, b.end) for b in found[number + 1 :]]
-
-
-@given(text=st.text(min_size=8), most_bytes=st.integers(4, 8))
-def test_a_cut_is_between_characters(text: str, most_bytes: int) -> None:
-    content = text.encode()
-    cut = _cut_of(content, ANYWHERE, min(most_bytes, len(content) - 1))
-    if cut is not None:
-        assert 0 < cut <= most_bytes
-        content[:cut].decode()
-        content[cut:].decode()
-
-
-def test_a_text_that_may_not_be_cut_is_one_block_however_long(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("many words\n" * 1000)
-    files = find_inputs([str(tmp_path)], "auto", ["text"])
-    (block,) = read_blocks(files, ["text"], None, None, 200)
-    assert (block.continues, block.open_end, block.end) == (False, False, Position(1))
-    assert documents([block]) == ["many words\n" * 1000]
-    (tmp_path / "a.txt").write_text("x" * 1000 + " and then words" * 100)
+        (tmp_path / name).write_text(text)
     found = blocks(tmp_path)
-    assert found[0].pieces[0].text.startswith(b"x" * 1000)
-    assert found[0].size_bytes < 1600
-    assert max(block.size_bytes for block in found[1:]) <= 200
+    assert documents(found) == ["short", long, "", "end"]
+    assert [len(block.files) for block in found] == [1, 1, 2]
 
 
-def test_a_text_beyond_all_bounds_is_left_out_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_fp8.data.sources.reading.LONGEST_LINE_BYTES", 1000)
-    texts = {"a": "one", "b": "x" * 3000, "c": "two words " * 50 + "x" * 3000, "d": "three"}
+def test_a_text_file_beyond_the_limit_is_skipped_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_fp8.prepare.blocks.MAX_TEXT_BYTES", 1000)
+    texts = {"a": "one", "b": "x" * 1001, "c": "x" * 1000, "d": "three"}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     found = blocks(tmp_path)
-    with pytest.raises(BrokenLineError, match=r"b: longer than 268,435,456 bytes without a place"):
+    with pytest.raises(BrokenLineError, match=r"b: longer than .* bytes; divide it into several documents"):
         documents(found)
     skipping = Settings(TokenizerFile(None, "ByteLevelTokenizer"), skip_broken_lines=True)
     kept = [texts_of(block, skipping) for block in found]
-    assert [len(texts.broken) for texts in kept if texts.broken] == [1, 1]
-    left = "".join(text for texts in kept for text in texts.by_key["text"])
-    # What came before the last place to cut of the third had been read by then.
-    assert left == "one" + " ".join(["two words"] * 50) + "three"
+    assert [len(texts.broken) for texts in kept if texts.broken] == [1]
+    assert [text for texts in kept for text in texts.by_key["text"]] == ["one", texts["c"], "three"]
     assert found[-1].end == Position(4)
 
 
 def test_a_line_beyond_all_bounds_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_fp8.data.sources.reading.LONGEST_LINE_BYTES", 1000)
-    assert LONGEST_LINE_BYTES > 1000
+    monkeypatch.setattr("megatron_fp8.prepare.blocks.MAX_TEXT_BYTES", 1000)
     path = jsonl(tmp_path, ["one", "x" * 5000, "two"])
     found = blocks(path)
-    with pytest.raises(BrokenLineError, match=r"texts\.jsonl, line 2: longer than 1,000 bytes"):
+    with pytest.raises(BrokenLineError, match=r"texts\.jsonl, line 2: longer than .* bytes"):
         documents(found)
-    assert documents([block for block in found if block.broken is None]) == ["one", "two"]
+    assert documents([block for block in found if not block.too_long]) == ["one", "two"]
     assert found[-1].first_number == 3
 
 
@@ -165,7 +124,7 @@ def test_a_line_beyond_all_bounds_is_left_out(tmp_path: Path, monkeypatch: pytes
 def test_a_file_that_was_cut_off_is_named(write: Write, tmp_path: Path) -> None:
     path = write(tmp_path, TEXTS)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(InputError, match=r"texts\.\S+ is (damaged or cut off|not a whole Parquet file)"):
+    with pytest.raises(InputError, match=r"texts\.\S+ is (corrupt or truncated|not a complete Parquet file)"):
         blocks(path)
 
 
@@ -175,7 +134,7 @@ def test_several_inputs_come_in_the_order_they_were_named(tmp_path: Path) -> Non
         jsonl(tmp_path / name, [f"of {name}"])
     parquet(tmp_path, ["of columns"])
     names = [str(tmp_path / "texts.parquet"), str(tmp_path / "*" / "*.jsonl")]
-    found = list(read_blocks(find_inputs(names, "auto", ["text"]), ["text"], None))
+    found = list(read_blocks(find_inputs(names, "auto", ["text"]), ["text"]))
     assert documents(found) == ["of columns", "of a", "of b"]
     with pytest.raises(InputError, match="is named twice"):
         find_inputs([str(tmp_path / "a"), *names], "auto", ["text"])
@@ -183,9 +142,9 @@ def test_several_inputs_come_in_the_order_they_were_named(tmp_path: Path) -> Non
 
 def test_columns_are_checked_before_anything_is_read(tmp_path: Path) -> None:
     path = parquet(tmp_path, TEXTS)
-    with pytest.raises(InputError, match=r"'id' is a column of int64; columns of text: text"):
+    with pytest.raises(InputError, match=r"column 'id' is int64; text columns: text"):
         find_inputs([str(path)], "auto", ["id"])
-    with pytest.raises(InputError, match=r"'body' is no column; columns of text: text"):
+    with pytest.raises(InputError, match=r"no column 'body'; text columns: text"):
         find_inputs([str(path)], "auto", ["body"])
 
 
@@ -243,7 +202,7 @@ def test_links_are_followed_once_and_no_file_is_read_twice(tmp_path: Path) -> No
     found = find_inputs([str(folder)], "auto", ["text"])
     assert [file.path.name for file in found] == ["a.txt", "b.txt"]
     for again in (folder / ".." / "in" / "a.txt", other / "b.txt"):
-        with pytest.raises(InputError, match="is named twice, as"):
+        with pytest.raises(InputError, match="is named twice, also as"):
             find_inputs([str(folder), str(again)], "auto", ["text"])
 
 

@@ -1,4 +1,4 @@
-"""The look at a config's files before a run: every file, every mistake, and the numbers that follow from them."""
+"""Validating a config's files before a run: every file, every problem, and the numbers that follow from them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from megatron_fp8.config.places import place_problems
 from megatron_fp8.config.schema import Config
-from megatron_fp8.data import inspect
-from megatron_fp8.data.check import check_data
-from megatron_fp8.data.token_file import TokenFileWriter
+from megatron_fp8.data import validate_tokens
+from megatron_fp8.data.check_data import check_data
 from megatron_fp8.data.tokenizer import Tokenizer
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 
 SEQ_LENGTH = 16
 
@@ -52,7 +52,7 @@ def test_whole_files_are_counted(make_config: MakeConfig, tokenizer: Tokenizer, 
     report = check_data(make_config(train_data_path=train, valid_data_path=[write(tmp_path / "c", [40])]))
     assert report.problems == ()
     assert report.vocab_size == tokenizer.vocab_size
-    assert report.notes == ("train: 2 files, 194 tokens, 12 samples an epoch", "valid: 1 file, 40 tokens")
+    assert report.notes == ("train: 2 files, 194 tokens, 12 samples per epoch", "valid: 1 file, 40 tokens")
 
 
 def test_every_file_is_looked_at(make_config: MakeConfig, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_sample_needs_one_token_more(length: int, is_enough: bool, make_config
     if is_enough:
         assert problems == ()
     else:
-        assert "it has 16 tokens; one sample takes seq_length + 1 = 17" in problems[0].reason
+        assert "it has 16 tokens; one sample needs seq_length + 1 = 17" in problems[0].reason
         assert "model.seq_length=15" in problems[0].use_instead
 
 
@@ -94,12 +94,12 @@ def test_a_share_without_enough_text_is_named(make_config: MakeConfig, tmp_path:
     assert check_data(make_config(data_path=[prefix], split="8,2")).problems == ()
     (problem,) = check_data(make_config(data_path=[prefix])).problems
     assert (problem.key, problem.value) == ("data.split", "969,30,1")
-    assert "it gives valid 0 with 0 tokens" in problem.reason
+    assert "valid gets 0 with 0 tokens" in problem.reason
     # Without evaluation there need not be a share for it.
     assert check_data(make_config({"eval_iters": 0}, data_path=[prefix])).problems == ()
 
 
-def test_a_meaningless_split_is_one_mistake(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_an_invalid_split_is_one_problem(make_config: MakeConfig, tmp_path: Path) -> None:
     (problem,) = check_data(make_config(data_path=[write(tmp_path / "a", [30] * 10)], split="most")).problems
     assert problem.key == "data.split"
 
@@ -129,14 +129,14 @@ def test_a_blend_with_weights_has_no_epochs(make_config: MakeConfig, tmp_path: P
     assert "training.train_samples" in report.problems[0].use_instead
 
 
-def test_what_was_not_looked_at_is_said(
+def test_what_was_not_checked_is_reported(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspect, "READ_WHOLE_UP_TO_BYTES", 2**20)
-    monkeypatch.setattr(inspect, "SAMPLE_BYTES", 2**14)
+    monkeypatch.setattr(validate_tokens, "READ_WHOLE_UP_TO_BYTES", 2**20)
+    monkeypatch.setattr(validate_tokens, "SAMPLE_BYTES", 2**14)
     prefix = write(tmp_path / "a", [2**20])
     note = check_data(make_config(train_data_path=[prefix])).notes[-1]
-    assert note == f"token ids of {prefix}: 1 of 2 MiB looked at; tools/data.py verify looks at all"
+    assert note == f"token ids of {prefix}: 1 of 2 MiB checked; tools/data.py verify checks all"
 
 
 def test_a_cache_that_is_a_file_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Token files joined and divided: the bytes that preprocessing gives, read back by an independent reader."""
+"""Token files joined and splitd: the bytes that preprocessing gives, read back by an independent reader."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from token_file_reference import decode_token_file
 
-from megatron_fp8.data import rearrange
-from megatron_fp8.data.rearrange import RearrangeError, Share, divide, merge
-from megatron_fp8.data.token_file import TokenFileError, TokenFileWriter
+from megatron_fp8.data.token_file import TokenFileError
+from megatron_fp8.prepare import merge_split
+from megatron_fp8.prepare.merge_split import MergeSplitError, Share, merge, split
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 
 Documents = list[list[int]]
 
@@ -40,7 +41,7 @@ def content(prefix: Path | str) -> tuple[bytes, bytes]:
 def test_a_merged_file_has_the_bytes_of_one_that_was_written_at_once(
     part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rearrange, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(merge_split, "PART_BYTES", part_bytes)
     parts = [documents_of(number, seed) for seed, number in enumerate((7, 30, 1))]
     prefixes = [write(tmp_path / f"part{number}", part) for number, part in enumerate(parts)]
     together = write(tmp_path / "together", [document for part in parts for document in part])
@@ -62,11 +63,11 @@ def test_files_of_different_widths_become_the_wider_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part_bytes", [16, 2**24])
 def test_shares_are_files_of_their_own(part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rearrange, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(merge_split, "PART_BYTES", part_bytes)
     documents = documents_of(19, 3)
     prefix = write(tmp_path / "all", documents)
     ranges = {"a": range(12), "b": range(12, 19), "c": range(19, 20)}
-    divide(prefix, [Share(str(tmp_path / name), documents) for name, documents in ranges.items()])
+    split(prefix, [Share(str(tmp_path / name), documents) for name, documents in ranges.items()])
     for name, part in ranges.items():
         expected = write(tmp_path / f"expected-{name}", documents[part.start : part.stop])
         assert content(tmp_path / name) == content(expected)
@@ -76,33 +77,33 @@ def test_shares_are_files_of_their_own(part_bytes: int, tmp_path: Path, monkeypa
 
 def test_only_empty_documents_can_be_copied(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", [[1, 2], [], []])
-    divide(prefix, [Share(str(tmp_path / "b"), range(1, 3))])
+    split(prefix, [Share(str(tmp_path / "b"), range(1, 3))])
     assert decode_token_file(tmp_path / "b") == [[], []]
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     prefix, other = write(tmp_path / "a", [[1]]), write(tmp_path / "b", [[2]])
     before = content(other)
-    with pytest.raises(RearrangeError, match=r"b\.bin exists"):
+    with pytest.raises(MergeSplitError, match=r"b\.bin exists"):
         merge([prefix], other)
     assert content(other) == before
-    with pytest.raises(RearrangeError, match="is read and cannot be written"):
+    with pytest.raises(MergeSplitError, match="is also an input"):
         merge([prefix, other], other, overwrite=True)
     merge([prefix], other, overwrite=True)
     assert content(other) == content(prefix)
-    with pytest.raises(RearrangeError, match="make it first"):
+    with pytest.raises(MergeSplitError, match="create it first"):
         merge([prefix], str(tmp_path / "no" / "c"))
 
 
 def test_a_damaged_input_leaves_no_output(tmp_path: Path) -> None:
     good, bad = write(tmp_path / "good", [[1, 2, 3]]), write(tmp_path / "bad", [[4, 5, 6]])
     (tmp_path / "bad.bin").write_bytes(b"\x04\x00")
-    with pytest.raises(RearrangeError, match=r"bad\.bin has 2 bytes, its index asks for 6"):
+    with pytest.raises(MergeSplitError, match=r"bad\.bin has 2 bytes, but its index implies 6"):
         merge([good, bad], str(tmp_path / "out"))
     with pytest.raises(TokenFileError, match="does not exist"):
         merge([good, str(tmp_path / "none")], str(tmp_path / "out"))
-    with pytest.raises(RearrangeError, match="would get none of the 1 documents"):
-        divide(good, [Share(str(tmp_path / "out"), range(1, 1))])
+    with pytest.raises(MergeSplitError, match="would get none of the 1 documents"):
+        split(good, [Share(str(tmp_path / "out"), range(1, 1))])
     assert not list(tmp_path.glob("out*"))
 
 
@@ -124,5 +125,5 @@ def test_documents_of_several_sequences_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.idx").write_bytes(
         header + struct.pack("<2i", 2, 1) + struct.pack("<2q", 0, 4) + struct.pack("<2q", 0, 2)
     )
-    with pytest.raises(RearrangeError, match="1 documents of 2 sequences"):
+    with pytest.raises(MergeSplitError, match="1 documents of 2 sequences"):
         merge([prefix], str(tmp_path / "out"))

@@ -1,7 +1,4 @@
-"""Owns looking at token files: what one holds in numbers, and the tokens at any place of a file or of a run's order.
-
-Imports no torch.
-"""
+"""Statistics of a token file, and its tokens at any position of the file or of a run's order of samples."""
 
 from __future__ import annotations
 
@@ -11,20 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fp8.data.blend import Blend
-from megatron_fp8.data.split_order import build_order
+from megatron_fp8.data.order import build_order
 from megatron_fp8.data.token_file import TokenIndex, bin_path, idx_path, read_index
 from megatron_fp8.errors import BadInputError
 
-SHARES = (0.01, 0.1, 0.5, 0.9, 0.99)
+QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 
-class PlaceError(BadInputError):
-    """There is no such place in the file; the text says what there is."""
+class PositionError(BadInputError):
+    """There is no such position; the message says which there are."""
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """What a token file holds. Lengths in tokens; `quantiles`: the lengths below which `SHARES` of documents lie."""
+class Statistics:
+    """Of a token file; lengths in tokens. `quantiles`: the length that `QUANTILES` of the documents do not exceed."""
 
     num_documents: int
     num_sequences: int
@@ -43,7 +40,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of one document that lie together: `tokens` are those from `first` on."""
+    """Consecutive tokens of one document, from token `first` on."""
 
     prefix: str
     document: int
@@ -51,16 +48,16 @@ class Piece:
     tokens: NDArray[np.integer]
 
 
-def numbers_of(prefix: str) -> Numbers:
-    """The numbers of a token file with at least one document, by its index alone."""
+def statistics_of(prefix: str) -> Statistics:
+    """The statistics of a token file, from its index alone. Raises PositionError for one without documents."""
     index = read_index(prefix)
     lengths = index.lengths_tokens
     if len(lengths) == 0:
-        raise PlaceError(f"{bin_path(prefix)} has no documents")
+        raise PositionError(f"{bin_path(prefix)} has no documents")
     longest = int(lengths.argmax())
     # A length of n bits is 2^(n-1) to 2^n - 1.
     bits = np.bincount(np.frexp(lengths[lengths > 0].astype(np.float64))[1])
-    return Numbers(
+    return Statistics(
         num_documents=index.num_documents,
         num_sequences=len(lengths),
         num_tokens=index.num_tokens,
@@ -68,7 +65,7 @@ def numbers_of(prefix: str) -> Numbers:
         bin_bytes=bin_path(prefix).stat().st_size if bin_path(prefix).exists() else 0,
         idx_bytes=idx_path(prefix).stat().st_size,
         mean=index.num_tokens / len(lengths),
-        quantiles=tuple(int(value) for value in np.quantile(lengths, SHARES, method="inverted_cdf")),
+        quantiles=tuple(int(value) for value in np.quantile(lengths, QUANTILES, method="inverted_cdf")),
         longest=int(lengths[longest]),
         longest_document=longest,
         num_empty=int((lengths == 0).sum()),
@@ -77,17 +74,17 @@ def numbers_of(prefix: str) -> Numbers:
 
 
 def document_piece(prefix: str, document: int, first: int, length: int) -> Piece:
-    """At most `length` tokens of a document from token `first` on. Raises PlaceError where there are none."""
+    """At most `length` tokens of a document from token `first` on. Raises PositionError if there is no such token."""
     index = read_index(prefix)
     if not 0 <= document < len(index.lengths_tokens):
-        raise PlaceError(
-            f"{prefix} has documents 0 to {len(index.lengths_tokens) - 1}; there is no document {document}"
+        raise PositionError(
+            f"{prefix} has no document {document}; its documents are 0 to {len(index.lengths_tokens) - 1}"
         )
     size = int(index.lengths_tokens[document])
     if size < 0:
-        raise PlaceError(f"document {document} of {prefix} has {size} tokens: its index is damaged")
+        raise PositionError(f"document {document} of {prefix} has {size} tokens: its index is corrupt")
     if not 0 <= first < max(size, 1):
-        raise PlaceError(f"document {document} of {prefix} has {size} tokens; there is no token {first}")
+        raise PositionError(f"document {document} of {prefix} has no token {first}; it has {size} tokens")
     return Piece(prefix, document, first, _tokens(prefix, index, document, first, min(first + length, size)))
 
 
@@ -95,7 +92,7 @@ def position_piece(prefix: str, position: int, length: int) -> Piece:
     """At most `length` tokens from token `position` of the file on, within its document."""
     index = read_index(prefix)
     if not 0 <= position < index.num_tokens:
-        raise PlaceError(f"{prefix} has {index.num_tokens} tokens; there is no token {position}")
+        raise PositionError(f"{prefix} has no token {position}; it has {index.num_tokens} tokens")
     ends = np.cumsum(index.lengths_tokens, dtype=np.int64)
     document = int(np.searchsorted(ends, position, side="right"))
     first = position - int(ends[document] - index.lengths_tokens[document])
@@ -103,9 +100,9 @@ def position_piece(prefix: str, position: int, length: int) -> Piece:
 
 
 def sample_pieces(blend: Blend, seq_length: int, seed: int, number: int) -> list[Piece]:
-    """The documents' parts that make up sample `number` of a run, its last label included."""
+    """The parts of documents that make up sample `number` of a run, including its last label."""
     if number < 0:
-        raise PlaceError(f"there is no sample {number}: the first one is 0")
+        raise PositionError(f"there is no sample {number}; the first is 0")
     order = build_order(blend, seq_length, seed, number + 1)
     file, sample = order.locate(number)
     of_file = order.files[file]
@@ -129,7 +126,7 @@ def _tokens(prefix: str, index: TokenIndex, document: int, first: int, end: int)
     start = int(index.offsets_bytes[document]) + first * index.dtype.itemsize
     size_bytes = (end - first) * index.dtype.itemsize
     if not path.is_file() or path.stat().st_size < start + size_bytes:
-        raise PlaceError(f"{path} does not reach that far: it is missing or cut off (tools/data.py verify {prefix})")
+        raise PositionError(f"{path} is missing or truncated; run tools/data.py verify {prefix}")
     with path.open("rb") as stream:
         stream.seek(start)
         return np.frombuffer(stream.read(size_bytes), dtype=index.dtype)
