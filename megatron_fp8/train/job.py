@@ -29,7 +29,7 @@ from megatron_fp8.config.start import Start
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.faults.lost_rank import explaining_lost_ranks
 from megatron_fp8.faults.run_lock import Holds
-from megatron_fp8.parallel.start import init_process_group
+from megatron_fp8.parallel.process_group import init_process_group
 from megatron_fp8.precision.chart import precision_chart
 from megatron_fp8.precision.chart_labels import format_chart
 from megatron_fp8.report.code_version import code_version
