@@ -12,7 +12,7 @@ from megatron_fp8.config.cli import parse_command_line
 from megatron_fp8.config.determinism import run_variables
 from megatron_fp8.config.load import LoadedConfig, process_environment
 from megatron_fp8.config.problem import Problem
-from megatron_fp8.data.check import check_data
+from megatron_fp8.data.check_data import check_data
 from megatron_fp8.faults.run_lock import Holds
 from megatron_fp8.parallel.process_environment import set_variables
 
@@ -35,7 +35,7 @@ def main() -> None:
 
 def _plan(loaded: LoadedConfig, world_size: int | None) -> tuple[str, list[Problem]]:
     # Tables take a tenth of a second to import, which a run does without.
-    from megatron_fp8.planner.resolve import describe_plan
+    from megatron_fp8.planner.plan_report import describe_plan
 
     return describe_plan(loaded, world_size, check_data)
 

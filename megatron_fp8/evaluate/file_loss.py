@@ -17,7 +17,7 @@ from megatron_fp8.data.documents import DocumentRules, document_rules
 from megatron_fp8.data.loader import BatchLoader
 from megatron_fp8.data.sampler import BatchSampler
 from megatron_fp8.data.tokenizer import Tokenizer
-from megatron_fp8.data.whole_file import WholeFile
+from megatron_fp8.data.validation import WholeFile
 from megatron_fp8.evaluate.files import EvaluationFile
 from megatron_fp8.evaluate.text_bytes import num_text_bytes
 from megatron_fp8.train.loaded_model import LoadedModel

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_fp8.data.tokenizer import Tokenizer
-from megatron_fp8.data.whole_file import WholeFile
+from megatron_fp8.data.validation import WholeFile
 
 
 def num_text_bytes(file: WholeFile, tokenizer: Tokenizer) -> int | None:

@@ -20,6 +20,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         f"{PACKAGE}.checkpoint.start",
         f"{PACKAGE}.precision.policy",
         f"{PACKAGE}.precision.chart",
+        f"{PACKAGE}.precision.chart_labels",
+        f"{PACKAGE}.precision.chart_rows",
         f"{PACKAGE}.train.state",
         f"{PACKAGE}.planner",
     ),
@@ -31,11 +33,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "pretrain",
         "tools",
         f"{PACKAGE}.__main__",
-        *(f"{PACKAGE}.{part}" for part in ("commands", "bench", "compare", "doctor", "evaluate", "generate", "hf")),
+        *(
+            f"{PACKAGE}.{part}"
+            for part in ("commands", "bench", "compare", "doctor", "evaluate", "generate", "hf", "prepare")
+        ),
     ),
 )
 # What has to answer on a machine, and in a time, where torch cannot be imported.
-TORCH_FREE = (*LAYERS[0], *LAYERS[1], f"{PACKAGE}.data.check", "pretrain")
+TORCH_FREE = (*LAYERS[0], *LAYERS[1], f"{PACKAGE}.data.check_data", f"{PACKAGE}.prepare", "pretrain")
 HEAVY = ("torch", "megatron", "transformer_engine", "transformer_engine_torch")
 KNOWS_CUDA = (f"{PACKAGE}.cpu", f"{PACKAGE}.device")
 KNOWS_ENVIRONMENT = (*KNOWS_CUDA, f"{PACKAGE}.parallel", f"{PACKAGE}.config.load", f"{PACKAGE}.doctor.environment")

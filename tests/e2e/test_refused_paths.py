@@ -78,7 +78,7 @@ CHECK_MANY = """\
 import contextlib, io, json, sys, traceback
 from megatron_fp8.checkpoint.resume import choose_start
 from megatron_fp8.config.cli import parse_command_line
-from megatron_fp8.data.check import check_data
+from megatron_fp8.data.check_data import check_data
 ends = []
 for arguments in json.load(sys.stdin):
     errors, code = io.StringIO(), 0
