@@ -28,6 +28,8 @@ class Command:
 
 
 COMMANDS = {
+    "data": Command("data", "inspect, verify, merge and split token files"),
+    "preprocess": Command("preprocess", "tokenize text into token files"),
     "checkpoint": Command("checkpoint", "inspect, verify and compare checkpoints"),
 }
 
