@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron_fp8.checkpoint.start import choose_start
+from megatron_fp8.checkpoint.resume import choose_start
 from megatron_fp8.commands.rank_zero_output import RankZeroOutput
 from megatron_fp8.commands.train_options import UsageError, hint_for_option, make_parser
 from megatron_fp8.config.check import DataReport, check_config
