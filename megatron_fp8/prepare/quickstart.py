@@ -30,8 +30,7 @@ COMPLETE_FILE = "complete.json"
 OnProgress = Callable[[str, int, int], None]
 """Called with a stage of the work, its bytes of text that are done, and all bytes of text."""
 EXCLUDED_DIRECTORIES = frozenset(
-    ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "testmock", "encodings")
-    + ("ensurepip", "pydoc_data")
+    "site-packages dist-packages __pycache__ test tests idle_test testmock encodings ensurepip pydoc_data".split()
 )
 EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")
 MAX_CORPUS_BYTES = 16 * 2**20
