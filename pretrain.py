@@ -35,7 +35,7 @@ def main() -> None:
 
 def _plan(loaded: LoadedConfig, world_size: int | None) -> tuple[str, list[Problem]]:
     # Tables take a tenth of a second to import, which a run does without.
-    from megatron_fp8.planner.resolve import describe_plan
+    from megatron_fp8.planner.plan_report import describe_plan
 
     return describe_plan(loaded, world_size, check_data)
 

@@ -15,14 +15,11 @@ from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.warn import config_warnings
 from megatron_fp8.data.check_data import check_data
 from megatron_fp8.errors import BadInputError
-from megatron_fp8.planner.duration import DEFAULT_MFU
+from megatron_fp8.planner.flops import DEFAULT_MFU, UnknownPeakError
 from megatron_fp8.planner.gpus import DEFAULT_GPU, GPUS
-from megatron_fp8.planner.plan import make_plan
-from megatron_fp8.planner.report import WIDTH_CHARS, plan_tables
-from megatron_fp8.planner.resolve import resolve_layout, resolve_sizes
-from megatron_fp8.planner.search import GPUS_PER_NODE, search
-from megatron_fp8.planner.search_report import override_lines, search_json, search_tables
-from megatron_fp8.planner.speed import UnknownPeakError
+from megatron_fp8.planner.plan import make_plan, resolve_layout, resolve_sizes
+from megatron_fp8.planner.plan_report import WIDTH_CHARS, plan_json, plan_tables
+from megatron_fp8.planner.search import GPUS_PER_NODE, override_lines, search, search_json, search_tables
 
 USAGE = "tools/plan.py CONFIG [--world-size N | --search N] [--gpu NAME] [section.key=value ...]"
 _NO_LAYOUT_FITS = 1
@@ -82,7 +79,7 @@ def _plan(loaded: LoadedConfig, vocab_size: int, settings: argparse.Namespace, c
         print(f"warning: {warning}", file=sys.stderr)
     plan = make_plan(loaded.config, layout, GPUS[settings.gpu], settings.tokens, settings.mfu)
     if settings.json:
-        print(json.dumps(plan.as_json(), indent=2))
+        print(json.dumps(plan_json(plan), indent=2))
     else:
         console.print(plan_tables(plan))
 

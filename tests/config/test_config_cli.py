@@ -21,7 +21,7 @@ from megatron_fp8.config.fields import config_fields
 from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.problem import Problem
 from megatron_fp8.config.schema import Config
-from megatron_fp8.planner.resolve import describe_plan
+from megatron_fp8.planner.plan_report import describe_plan
 
 
 def good_data(_: Config) -> DataReport:
@@ -213,7 +213,7 @@ if "real" in sys.argv[1]:
 else:
     check_data = lambda config: DataReport(1000, ())
 def plan(loaded, world_size):
-    from megatron_fp8.planner.resolve import describe_plan
+    from megatron_fp8.planner.plan_report import describe_plan
     return describe_plan(loaded, world_size, check_data)
 try:
     parse_command_line(sys.argv[2:], process_environment(), check_data, choose_start, plan)

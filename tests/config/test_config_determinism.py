@@ -9,13 +9,13 @@ from config_samples import VOCAB_SIZE, load_small
 
 from megatron_fp8.config.check import check_config
 from megatron_fp8.config.continuation import compare_with_saved
-from megatron_fp8.config.determinism import KEY, SWITCHES, describe_determinism, run_variables, undone_by_job
+from megatron_fp8.config.determinism import KEY, SWITCHES, run_variables, undone_by_job
 from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.problem import Problem
 from megatron_fp8.planner.gpus import DEFAULT_GPU, GPUS
 from megatron_fp8.planner.plan import make_plan
-from megatron_fp8.planner.report import plan_text
+from megatron_fp8.planner.plan_report import plan_json, plan_text
 
 ON = f"{KEY}=true"
 
@@ -42,7 +42,6 @@ def test_without_the_key_nothing_is_set(tmp_path: Path) -> None:
     assert run_variables(loaded.config) == {}
     assert undone_by_job(loaded.config, {"NCCL_ALGO": "Tree"}) == []
     assert problems_of(tmp_path, "parallel.environment=[NCCL_ALGO=Tree]") == []
-    assert describe_determinism(loaded.config, {}) == "off"
 
 
 def test_with_it_the_libraries_are_told_and_the_configs_own_choice_stays(tmp_path: Path) -> None:
@@ -55,7 +54,6 @@ def test_with_it_the_libraries_are_told_and_the_configs_own_choice_stays(tmp_pat
         "NCCL_DEBUG": "WARN",
     }
     assert problems_of(tmp_path, ON, "parallel.environment=[NCCL_ALGO=CollnetDirect]") == []
-    assert describe_determinism(loaded.config, set_here).startswith("on, NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, ")
 
 
 @pytest.mark.parametrize(
@@ -87,14 +85,14 @@ LONG = ("model.seq_length=16384", "data.reset_attention_mask=true")
 @pytest.mark.parametrize(
     ("gpu", "overrides", "said", "unsaid"),
     [
-        (DEFAULT_GPU, (ON,), "NCCL by its ring alone", "unfused"),
+        (DEFAULT_GPU, (ON,), "NCCL's ring algorithm only", "unfused"),
         (DEFAULT_GPU, (), "", "deterministic"),
-        (DEFAULT_GPU, (ON, *LONG), "documents kept apart would not fit", "on the H100"),
+        (DEFAULT_GPU, (ON, *LONG), "masking between documents would not fit", "on the H100"),
         (DEFAULT_GPU, (ON, LONG[0]), "not measured", "unfused"),
         ("b200-180g", (ON, *LONG), "not measured", "unfused"),
         ("a100-40g", (ON,), "no deterministic backward pass for attention on the A100 SXM 40 GB", "does not fit"),
         ("a100-40g", (ON, "precision.mode=fp32"), "not measured", "flash-attn"),
-        ("cpu", (ON,), "on CPUs every run is", "NCCL"),
+        ("cpu", (ON,), "every CPU run is", "NCCL"),
     ],
 )
 def test_a_plan_says_what_it_changes(
@@ -105,4 +103,4 @@ def test_a_plan_says_what_it_changes(
     text = " ".join(plan_text(plan).split())
     assert said in text
     assert unsaid not in text
-    assert bool(plan.as_json()["deterministic"]) == (ON in overrides)
+    assert bool(plan_json(plan)["deterministic"]) == (ON in overrides)

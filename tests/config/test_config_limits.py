@@ -23,7 +23,7 @@ from megatron_fp8.config.summary import describe_world_sizes, summarize
 from megatron_fp8.config.warn import config_warnings
 from megatron_fp8.planner.gpus import DEFAULT_GPU, GPUS
 from megatron_fp8.planner.plan import make_plan
-from megatron_fp8.planner.report import plan_text
+from megatron_fp8.planner.plan_report import plan_text
 
 MOST_CPU_SECONDS = 3.0
 NUMBERS = {key: spec for key, spec in config_fields().items() if spec.kind in ("int", "float")}

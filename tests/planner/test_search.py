@@ -14,12 +14,10 @@ from megatron_fp8.config.check import check_config
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.load import load_config
 from megatron_fp8.config.summary import summarize
-from megatron_fp8.planner.duration import duration, fp8_gain
-from megatron_fp8.planner.flops import flops_per_token
+from megatron_fp8.planner.flops import UnknownPeakError, flops_per_token, fp8_gain, run_duration
 from megatron_fp8.planner.gpus import GPUS
 from megatron_fp8.planner.memory import stage_memories
 from megatron_fp8.planner.search import DISTRIBUTED, PP, RECOMPUTE, TP, SearchResult, search, with_values
-from megatron_fp8.planner.speed import UnknownPeakError
 from tests.planner.published import LLAMA3_8B, LLAMA3_70B, config_of
 from tools.plan import main
 
@@ -94,19 +92,19 @@ def test_days_and_gpu_hours() -> None:
     config = config_of(LLAMA3_8B)
     layout = derive_layout(config, 1024, None)
     flops = flops_per_token(config, layout)
-    spent = duration(config, layout, flops, H100, 15e12, mfu=0.4)
+    spent = run_duration(config, layout, flops, H100, 15e12, mfu=0.4)
     expected = 15e12 * flops.model / (1024 * 0.4 * 989.4e12)
     assert spent.days == pytest.approx(expected / 86400)
     assert spent.gpu_hours == pytest.approx(expected / 3600 * 1024)
     # Meta's model card: 1.3 million H100 hours for 15 trillion tokens, restarts and all.
     assert 0.4e6 < spent.gpu_hours < 1.3e6
-    assert duration(config, layout, flops, GPUS["cpu"], 15e12).withheld is not None
+    assert run_duration(config, layout, flops, GPUS["cpu"], 15e12).withheld is not None
 
 
 def test_a_peak_that_does_not_exist_is_withheld() -> None:
     config = config_of(LLAMA3_8B, precision={"mode": "fp8"})
     layout = derive_layout(config, 1024, None)
-    spent = duration(config, layout, flops_per_token(config, layout), GPUS["a100-80g"], 1e12)
+    spent = run_duration(config, layout, flops_per_token(config, layout), GPUS["a100-80g"], 1e12)
     assert spent.days is None
     assert spent.withheld == "the A100 has no FP8 tensor cores"
 
