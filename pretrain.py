@@ -14,7 +14,7 @@ from megatron_fp8.config.load import LoadedConfig, process_environment
 from megatron_fp8.config.problem import Problem
 from megatron_fp8.data.check import check_data
 from megatron_fp8.faults.run_lock import Holds
-from megatron_fp8.parallel.environment import set_variables
+from megatron_fp8.parallel.process_environment import set_variables
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     set_variables(run_variables(command.config))
     from megatron_fp8.faults.exit_codes import ExitCode
     from megatron_fp8.faults.report import run_reporting
-    from megatron_fp8.parallel.start import global_rank
+    from megatron_fp8.parallel.process_group import global_rank
     from megatron_fp8.train.job import run_job
 
     job = partial(run_job, command.config, command.vocab_size, command.start, holds, started, command.quiet)

@@ -113,8 +113,7 @@ def torchao_noise(config_name: str, kind: str) -> tuple[float, float, float]:
 
     from megatron_fp8.compare.torchao_import import import_float8
     from megatron_fp8.compare.torchao_operands import quantize
-    from megatron_fp8.precision.quantization_sums import quantization_sums
-    from megatron_fp8.precision.tensor_health import TensorHealth
+    from megatron_fp8.precision.tensor_health import TensorHealth, quantization_sums
 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, 64, generator=generator) * torch.logspace(-4, 4, 8)[:, None]

@@ -44,13 +44,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="DIRECTORY",
         help="measure saving and loading a checkpoint on that disk instead, beside torch.save of the same bytes",
     )
-    parser.add_argument(
-        "--preprocess",
-        choices=("files", "paragraphs"),
-        help="measure tools/preprocess_data.py instead, beside the tokenizers library alone, on such documents",
-    )
-    parser.add_argument("--processes", type=int, default=2, help="with --preprocess: encoding processes (default: 2)")
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="with --preprocess: a tokenizer.json")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there too")
     parser.add_argument(
         "--slow-step-seconds",
@@ -60,7 +53,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--start-timeout-seconds", type=float, default=300.0, help="for each subject (default: 300)")
     settings = parser.parse_args(arguments)
-    for name in ("rounds", "threads", "processes"):
+    for name in ("rounds", "threads"):
         if getattr(settings, name) < 1:
             parser.error(f"--{name} {getattr(settings, name)}: use at least 1")
     if settings.checkpoints is not None and not settings.checkpoints.is_dir():
@@ -89,28 +82,6 @@ def run_checkpoints(settings: argparse.Namespace) -> None:
     Console(width=150).print(checkpoint_table(cost))
     if settings.json is not None:
         settings.json.write_text(json.dumps(asdict(cost), indent=2) + "\n", encoding="utf-8")
-
-
-def run_preprocess(settings: argparse.Namespace) -> None:
-    """Measure and show at which rate texts are encoded."""
-    from dataclasses import asdict
-
-    from rich.console import Console
-
-    from megatron_fp8.bench.encoding_rate import encoding_table, measure_encoding
-
-    with tempfile.TemporaryDirectory() as directory:
-        rates = measure_encoding(
-            Path(directory),
-            settings.processes,
-            settings.rounds,
-            settings.preprocess == "paragraphs",
-            settings.tokenizer,
-            lambda line: print(line, file=sys.stderr, flush=True),
-        )
-    Console(width=150).print(encoding_table(rates))
-    if settings.json is not None:
-        settings.json.write_text(json.dumps(asdict(rates), indent=2) + "\n", encoding="utf-8")
 
 
 def run(settings: argparse.Namespace, plan: Plan) -> None:
@@ -147,9 +118,6 @@ def run(settings: argparse.Namespace, plan: Plan) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 0: measured; 1: a subject failed; 2: a wrong config."""
     settings = parse_arguments(arguments)
-    if settings.preprocess is not None:
-        run_preprocess(settings)
-        return 0
     plan = make_plan(settings.modes, settings.threads)
     from megatron_fp8.bench.processes import SubjectError
     from megatron_fp8.config.layout import LayoutError

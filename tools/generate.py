@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     # They import torch, which --help does without.
     from megatron_fp8.evaluate.command_line import end_with_mistakes
     from megatron_fp8.faults.report import run_reporting
-    from megatron_fp8.parallel.start import global_rank, world_size
+    from megatron_fp8.parallel.process_group import global_rank, world_size
 
     with ExitStack() as kept:
         with end_with_mistakes():

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--log-samples needs --output-path FILE to write them to")
     # They import torch, which --help does without.
     from megatron_fp8.faults.report import run_reporting
-    from megatron_fp8.parallel.start import global_rank, world_size
+    from megatron_fp8.parallel.process_group import global_rank, world_size
 
     with ExitStack() as kept:
         with end_with_mistakes():

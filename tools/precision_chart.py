@@ -13,8 +13,9 @@ from megatron_fp8.config.load import load_config
 from megatron_fp8.config.problem import ConfigError
 from megatron_fp8.data.check import check_data
 from megatron_fp8.planner.resolve import resolve_layout, resolve_sizes
-from megatron_fp8.precision.chart.chart import format_chart, format_size, precision_chart
-from megatron_fp8.precision.chart.rows import ChartRow
+from megatron_fp8.precision.chart import precision_chart
+from megatron_fp8.precision.chart_labels import LABELS, format_chart, row_format, row_label, row_size
+from megatron_fp8.precision.chart_rows import ChartRow
 
 USAGE = "tools/precision_chart.py CONFIG [--world-size N] [section.key=value ...]"
 
@@ -50,13 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
 def _table(rows: list[ChartRow], title: str) -> Table:
     table = Table("tensor", "format", "bytes", "per", title=title, title_justify="left")
     table.columns[2].justify = "right"
-    section = ""
+    section = None
     for row in rows:
-        if row.section != section:
+        if row.section is not section:
             section = row.section
             table.add_section()
-            table.add_row(f"[bold]{section}")
-        table.add_row(row.tensor, row.format, format_size(row), row.per)
+            table.add_row(f"[bold]{LABELS[section]}")
+        table.add_row(row_label(row), row_format(row), row_size(row), LABELS[row.per])
     return table
 
 

@@ -12,7 +12,7 @@ from megatron_fp8 import device as devices
 from megatron_fp8.bench.work import StepSample, fixed_tokens
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.schema import Config
-from megatron_fp8.parallel.start import init_process_group, world_size
+from megatron_fp8.parallel.process_group import init_process_group, world_size
 from megatron_fp8.report.library_warnings import hide_meaningless_warnings
 from megatron_fp8.report.record import Recorder
 

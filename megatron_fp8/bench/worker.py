@@ -19,7 +19,7 @@ from megatron_fp8.bench.channel import Channel
 from megatron_fp8.bench.work import Run
 from megatron_fp8.config.load import load_config
 from megatron_fp8.config.schema import Config
-from megatron_fp8.parallel.start import global_rank
+from megatron_fp8.parallel.process_group import global_rank
 
 
 def build_run(implementation: str, precision: str, config: Config) -> Run:

@@ -11,7 +11,7 @@ from megatron_fp8.compare.samples import Samples
 from megatron_fp8.compare.work import OperandNoise
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.schema import Config
-from megatron_fp8.parallel.start import init_process_group
+from megatron_fp8.parallel.process_group import init_process_group
 from megatron_fp8.report.library_warnings import hide_meaningless_warnings
 from megatron_fp8.report.record import Recorder
 

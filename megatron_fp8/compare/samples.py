@@ -91,7 +91,7 @@ def _learning_rates(config: Config) -> list[float]:
 
 def _unsupported_modes() -> dict[str, str]:
     """Why this machine's device cannot run a mode."""
-    from megatron_fp8.precision.device_support import why_unsupported
+    from megatron_fp8.precision.te_recipe import why_unsupported
 
     # torchao's GEMMs need of a device what tensorwise scaling needs.
     recipes = {name: mode.fp8_recipe or (mode.torchao_recipe and "tensorwise") for name, mode in MODES.items()}

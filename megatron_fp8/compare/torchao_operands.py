@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp8.compare.work import OperandNoise
-from megatron_fp8.precision.quantization_sums import quantization_sums
-from megatron_fp8.precision.tensor_health import TensorHealth
+from megatron_fp8.precision.tensor_health import TensorHealth, quantization_sums
 
 # The plain model's names, and the short ones of the comparison.
 _LINEARS = {"qkv": "qkv", "proj": "proj", "gate_up": "fc1", "down": "fc2"}

@@ -136,8 +136,12 @@ def derive_layout(config: Config, world_size: int, vocab_size: int | None) -> La
 
 def pad_vocab_size(vocab_size: int, divisible_by: int, tensor_model_parallel_size: int) -> int:
     """`vocab_size` rounded up to a multiple of `divisible_by` x TP, as in Megatron: 50257 to 50304 at 128."""
-    multiple = divisible_by * tensor_model_parallel_size
-    return -(-vocab_size // multiple) * multiple
+    return round_up(vocab_size, divisible_by * tensor_model_parallel_size)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is not below `number`."""
+    return -(-number // multiple) * multiple
 
 
 def head_size(model: ModelConfig) -> int:

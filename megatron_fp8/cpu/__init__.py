@@ -1,6 +1,21 @@
-"""The stand-in that runs Transformer Engine and Megatron Core on CPUs. `install()` is the way in."""
+"""The stand-in: runs Transformer Engine and Megatron Core programs, written for GPUs, on CPUs.
 
-from megatron_fp8.cpu.install import describe, install, installed
+    from megatron_fp8 import cpu
+
+    cpu.install()  # before the first import of transformer_engine or megatron.core
+
+    import torch
+    import transformer_engine.pytorch as te
+
+    linear = te.Linear(32, 32, device="cuda")
+
+`torch.cuda`, NCCL's process groups and TE's compiled extension are then emulated on the host, FP8 by value; the Python
+of both libraries is the unmodified one. On a machine with CUDA `install()` does nothing, so the same script runs on
+both. `python -m megatron_fp8.cpu [-m MODULE | SCRIPT] ARGS` runs a program without changing it, and the processes it
+starts. `docs/api.md` has whole programs.
+"""
+
+from megatron_fp8.cpu.install import describe, install, installed, reject_missing_stand_in
 from megatron_fp8.cpu.resident_memory import peak_resident_bytes
 
-__all__ = ["describe", "install", "installed", "peak_resident_bytes"]
+__all__ = ["describe", "install", "installed", "peak_resident_bytes", "reject_missing_stand_in"]

@@ -71,6 +71,20 @@ def install(force: bool = False) -> bool:
     return True
 
 
+def reject_missing_stand_in(error: RuntimeError) -> None:
+    """Raise RuntimeError that says how to install the stand-in, if `error` met an import of TE that lacks it."""
+    import torch
+
+    if installed() or torch.cuda.is_available():
+        return
+    raise RuntimeError(
+        "Transformer Engine finds no CUDA on this machine, and the CPU stand-in is not installed. Begin the program "
+        "with\n\n    from megatron_fp8 import cpu\n\n    cpu.install()\n\n"
+        "before anything imports transformer_engine or megatron.core; or run it as it is with\n\n"
+        "    python -m megatron_fp8.cpu SCRIPT ARGS"
+    ) from error
+
+
 def describe() -> str:
     """One line for the start of a log: where this process computes."""
     if not installed():

@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from megatron_fp8.data.encode import EncodedBlock, Settings, TokenizerFile, encode_block
 from megatron_fp8.data.sources.block import Block
 from megatron_fp8.data.tokenizer import Tokenizer
-from megatron_fp8.parallel.encoding_threads import encode_on_one_thread
+from megatron_fp8.parallel.process_environment import encode_on_one_thread
 
 BLOCKS_AHEAD_PER_WORKER = 3
 

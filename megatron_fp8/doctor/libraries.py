@@ -56,8 +56,8 @@ def fp8(surroundings: Surroundings) -> Finding:  # noqa: ARG001
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
 
-    from megatron_fp8.precision.device_support import why_unsupported
     from megatron_fp8.precision.policy import Fp8Recipe
+    from megatron_fp8.precision.te_recipe import why_unsupported
 
     reasons = {recipe: why_unsupported(recipe) for recipe in get_args(Fp8Recipe)}
     runs = [recipe for recipe, reason in reasons.items() if reason is None]

@@ -73,7 +73,7 @@ def end_with_mistakes() -> Iterator[None]:
         yield
     except (BadInputError, CheckpointError) as error:
         # It imports torch, which a program's --help does without.
-        from megatron_fp8.parallel.start import global_rank
+        from megatron_fp8.parallel.process_group import global_rank
 
         if global_rank() == 0:
             print(error, file=sys.stderr, flush=True)

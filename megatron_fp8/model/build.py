@@ -15,8 +15,7 @@ from megatron_fp8.model.gpt import GPTStage, StageSpec
 from megatron_fp8.model.init import InitSettings, init_parameters
 from megatron_fp8.model.layers import LayerFactory
 from megatron_fp8.model.megatron_config import ddp_config, transformer_config
-from megatron_fp8.parallel.groups import ParallelGroups
-from megatron_fp8.parallel.megatron_versions import in_ddp
+from megatron_fp8.parallel.groups import ParallelGroups, wrap_in_ddp
 from megatron_fp8.precision.manager import PrecisionManager
 
 
@@ -57,7 +56,7 @@ def build_model(
     for stage in stages:
         init_parameters(global_parameters([stage]), settings, groups.tp)
         chunks.append(
-            in_ddp(
+            wrap_in_ddp(
                 stage,
                 ddp_config(config, precision.policy),
                 # Later chunks communicate while the first computes: one bucket each, as in Megatron.

@@ -1,12 +1,15 @@
-"""Owns process groups, this rank's coordinates, seeds, and the choice of the amax group.
+"""Makes Megatron Core's process groups, and what follows from them: coordinates, amax group, seeds, DDP.
 
-Megatron Core makes the groups; from here on they are handed on as arguments. Must not know models or number formats.
+From here on groups are passed as arguments; nothing else reads Megatron's global state.
 """
 
 from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer import MegatronModule
 from torch.distributed import ProcessGroup
 
 from megatron_fp8.config.schema import ParallelConfig
@@ -14,7 +17,7 @@ from megatron_fp8.config.schema import ParallelConfig
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's groups and its place in them.
+    """This rank's process groups.
 
     `tp`, `pp`: tensor- and pipeline-parallel group. `dp`: data-parallel group, context-parallel ranks included.
     `tp_dp`: all ranks of this pipeline stage.
@@ -44,7 +47,7 @@ class ParallelGroups:
 
 
 def build_groups(config: ParallelConfig) -> ParallelGroups:
-    """Make Megatron Core's groups over the running process group, in its order tp-cp-ep-dp-pp."""
+    """Make Megatron Core's groups over all ranks, in its order tp-cp-ep-dp-pp."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -64,7 +67,7 @@ def build_groups(config: ParallelConfig) -> ParallelGroups:
 
 
 def amax_group(config_value: str, groups: ParallelGroups) -> ProcessGroup | None:
-    """Ranks over which amaxes are reduced (maximum); None: no reduction.
+    """The ranks whose amaxes are reduced (maximum); None: no reduction.
 
     `auto`: the data-parallel group, extended by the tensor-parallel ranks of the same stage when there are any.
     Tensor-parallel ranks exchange FP8 bytes, so they must share their scales; stages exchange BF16, so the group
@@ -87,3 +90,24 @@ def seed_ranks(seed: int, groups: ParallelGroups) -> None:
     torch.manual_seed(seed)
     rank_seed = seed + 1_000 * groups.pp.rank() + 1_000_000 * groups.dp.rank()
     tensor_parallel.model_parallel_cuda_manual_seed(rank_seed)
+
+
+def wrap_in_ddp(
+    module: MegatronModule, config: DistributedDataParallelConfig, disable_bucketing: bool, groups: ParallelGroups
+) -> DistributedDataParallel:
+    """Megatron's DDP around a model chunk.
+
+    The one place where Megatron Core 0.19 (Python 3.12 and up) and 0.16 differ: 0.19 takes the layout of the
+    distributed optimizer's buffers and warns without it; 0.16 has no such argument.
+    """
+    arguments = {}
+    if config.use_distributed_optimizer and hasattr(DistributedOptimizer, "compute_full_param_layout"):
+        # As DDP chooses: one bucket without overlap, or where communication is off the critical path.
+        one_bucket = disable_bucketing or not config.overlap_grad_reduce or groups.pp.rank() > 0
+        arguments["full_param_layout"] = DistributedOptimizer.compute_full_param_layout(
+            [parameter for parameter in module.parameters() if parameter.requires_grad],
+            None if one_bucket else config.bucket_size or max(40_000_000, 1_000_000 * groups.dp.size()),
+            groups.dp.size(),
+            config,
+        )
+    return DistributedDataParallel(module.config, config, module, disable_bucketing=disable_bucketing, **arguments)

@@ -13,9 +13,8 @@ from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.planner.gpus import Gpu
 from megatron_fp8.planner.stages import Chunk
-from megatron_fp8.precision.chart.activations import activation_rows, logits_rows
-from megatron_fp8.precision.chart.rows import ELEMENT_BYTES, Formats
-from megatron_fp8.precision.policy import build_policy
+from megatron_fp8.precision.chart import activation_rows, logits_rows, run_formats
+from megatron_fp8.precision.chart_rows import FP32_BYTES, Formats, Tensor
 
 _ID_BYTES, _BOOL_BYTES = 8, 1
 
@@ -67,18 +66,18 @@ def activation_sizes(config: Config, layout: Layout, gpu: Gpu) -> ActivationSize
     """The sizes that make up `chunk_bytes`."""
     model, tokens = config.model, layout.tokens_per_microbatch
     formats = run_formats(config)
-    size = ELEMENT_BYTES[formats.params]
+    size = formats.params.bytes
     shared = layout.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
     elements = tokens * model.hidden_size / shared
     masks = elements * (size if gpu.mask_bytes is None else gpu.mask_bytes) if model.hidden_dropout else 0.0
-    per_norm = (2 if model.normalization == "LayerNorm" else 1) * ELEMENT_BYTES["fp32"] * tokens / shared
-    rope = layout.seq_length * layout.rotary_dim * ELEMENT_BYTES["fp32"]
+    per_norm = (2 if model.normalization == "LayerNorm" else 1) * FP32_BYTES * tokens / shared
+    rope = layout.seq_length * layout.rotary_dim * FP32_BYTES
     positions = model.position_embedding_type == "learned_absolute"
     joined = _joined_weights(config, layout, size)
     found = unfused_attention(config, layout, gpu.attention)
     unfused = found is not None and found.is_certain
     beside = 2 * masks + joined + (_unfused_attention(config, layout, gpu) if unfused else 0.0)
-    (logits,) = (row.size for row in logits_rows(layout, formats) if row.format == "fp32" and "softmax" in row.tensor)
+    (logits,) = (row.size for row in logits_rows(layout, formats) if row.tensor is Tensor.LOGITS)
     return ActivationSizes(
         # A mask after attention and one after the MLP.
         fp8_layer=_layer(config, layout, formats) + beside,
@@ -93,11 +92,6 @@ def activation_sizes(config: Config, layout: Layout, gpu: Gpu) -> ActivationSize
         rope=0.0 if positions else rope,
         scores=score_tensor_bytes(config, layout) if unfused else 0.0,
     )
-
-
-def run_formats(config: Config) -> Formats:
-    """The formats of a run."""
-    return Formats(build_policy(config.precision, config.model.num_layers), config.model.num_layers)
 
 
 def without_fp8(formats: Formats) -> Formats:
@@ -124,11 +118,11 @@ def _unfused_attention(config: Config, layout: Layout, gpu: Gpu) -> float:
     Less the statistics, of which fused attention keeps one for each query.
     """
     heads, tokens = layout.attention_heads_per_rank, layout.tokens_per_microbatch
-    size = ELEMENT_BYTES[run_formats(config).params]
+    size = run_formats(config).params.bytes
     grouped = layout.num_query_groups != config.model.num_attention_heads
     repeated = 2 * heads * layout.kv_channels * size if grouped else 0
     kept = kept_score_bytes(config, layout, size if gpu.mask_bytes is None else gpu.mask_bytes)
-    return kept + tokens * (repeated - heads * ELEMENT_BYTES["fp32"])
+    return kept + tokens * (repeated - heads * FP32_BYTES)
 
 
 def _layer(config: Config, layout: Layout, formats: Formats) -> float:

@@ -12,26 +12,45 @@ from dataclasses import dataclass
 
 from megatron_fp8.config.layout import Layout, position_parameters
 from megatron_fp8.config.schema import Config
-from megatron_fp8.planner.activations import run_formats, without_fp8
-from megatron_fp8.planner.memory import PER_TENSOR
+from megatron_fp8.planner.activations import without_fp8
 from megatron_fp8.planner.parameters import RankParameters, rank_parameters
 from megatron_fp8.planner.stages import Chunk, stage_chunks
-from megatron_fp8.precision.chart.collectives import collective_rows
-from megatron_fp8.precision.chart.rows import ELEMENT_BYTES, ChartRow, Formats
+from megatron_fp8.precision.chart import collective_rows, run_formats
+from megatron_fp8.precision.chart_rows import (
+    ChartRow,
+    Collective,
+    Format,
+    Formats,
+    Group,
+    Per,
+    Phase,
+    Scales,
+    Tensor,
+)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What the messages of one kind have in common, in the terms of the precision chart."""
+
+    group: Group
+    collective: Collective
+    tensor: Tensor
+    phase: Phase | None
+    format: Format
+    scales: Scales | None = None
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of message of a step. `group`: TP, PP, DP, TP x DP (amaxes) or ends (the tied embedding's stages).
+    """The messages of one kind in a step, among `num_ranks` ranks.
 
-    `num_ranks`: of the group. `tensor_bytes`: of the whole tensors that the step moves. `sent_bytes`: what each rank
-    sends, by a ring: 2 (n - 1) / n of an all-reduced tensor, (n - 1) / n of a gathered or scattered one, all of a sent
-    one. `waits`: nothing computes meanwhile.
+    `tensor_bytes`: of the whole tensors that the step moves. `sent_bytes`: what each rank sends, by a ring: 2 (n - 1) /
+    n of an all-reduced tensor, (n - 1) / n of a gathered or scattered one, all of a sent one. `waits`: nothing computes
+    meanwhile.
     """
 
-    name: str
-    group: str
-    format: str
+    message: Message
     num_ranks: int
     tensor_bytes: float
     sent_bytes: float
@@ -40,28 +59,27 @@ class Traffic:
 
 def step_traffic(config: Config, layout: Layout, stage: int) -> list[Traffic]:
     """The messages of a rank of `stage`, largest first."""
-    found: dict[tuple[str, str], float] = {}
-    for name, format_name, size in _sizes(config, layout, stage):
-        found[name, format_name] = found.get((name, format_name), 0.0) + size
-    traffic = [_traffic(config, layout, name, format_name, size) for (name, format_name), size in found.items() if size]
+    found: dict[Message, float] = {}
+    for message, size in _sizes(config, layout, stage):
+        found[message] = found.get(message, 0.0) + size
+    traffic = [_traffic(config, layout, message, size) for message, size in found.items() if size]
     return sorted(traffic, key=lambda item: -item.sent_bytes)
 
 
-def _traffic(config: Config, layout: Layout, name: str, format_name: str, size: float) -> Traffic:
-    parallel = config.parallel
+def _traffic(config: Config, layout: Layout, message: Message, size: float) -> Traffic:
     tp, dp = layout.tensor_model_parallel_size, layout.data_parallel_size
-    group, num_ranks = name.split()[0], {"TP": tp, "DP": dp}.get(name.split()[0], 2)
-    if group == "amax":
-        group, num_ranks = "TP x DP", tp * dp
-    elif group == "tied":
-        group = "ends"
-    share = 1.0 if group == "PP" else (num_ranks - 1) / num_ranks * (2 if "all-reduce" in name else 1)
-    hidden = group == "DP" and (parallel.overlap_param_gather if "all-gather" in name else parallel.overlap_grad_reduce)
-    return Traffic(name, group, format_name, num_ranks, size, share * size, waits=not hidden)
+    num_ranks = {Group.TP: tp, Group.DP: dp, Group.TP_AND_DP: tp * dp}.get(message.group, 2)
+    reduced = message.collective in (Collective.ALL_REDUCE, Collective.ALL_REDUCE_MAX)
+    sent = message.collective is Collective.SEND
+    share = 1.0 if sent else (num_ranks - 1) / num_ranks * (2 if reduced else 1)
+    gathered, parallel = message.collective is Collective.ALL_GATHER, config.parallel
+    overlaps = parallel.overlap_param_gather if gathered else parallel.overlap_grad_reduce
+    waits = not (message.group is Group.DP and overlaps)
+    return Traffic(message, num_ranks, size, share * size, waits)
 
 
-def _sizes(config: Config, layout: Layout, stage: int) -> Iterator[tuple[str, str, float]]:
-    """(name, format, bytes of whole tensors in a step) of each row of the chart and what it leaves out."""
+def _sizes(config: Config, layout: Layout, stage: int) -> Iterator[tuple[Message, float]]:
+    """Bytes of whole tensors in a step, of each row of the chart and what it leaves out."""
     formats = run_formats(config)
     chunks = stage_chunks(config, layout, stage)
     parameters = rank_parameters(config, layout, chunks)
@@ -72,20 +90,29 @@ def _sizes(config: Config, layout: Layout, stage: int) -> Iterator[tuple[str, st
         for row in collective_rows(config, layout, layers_formats):
             count = _of_layers(row, layout, num_layers, again)
             if count:
-                yield row.tensor, row.format, row.size * count
+                yield _message(row), row.size * count
     for row in collective_rows(config, layout, formats):
-        yield row.tensor, row.format, row.size * _of_the_rest(row, layout, chunks, parameters)
+        yield _message(row), row.size * _of_the_rest(row, layout, chunks, parameters)
     yield from _beside_the_chart(config, layout, formats, chunks, parameters)
+
+
+def _message(row: ChartRow) -> Message:
+    assert row.group is not None
+    assert row.collective is not None
+    return Message(row.group, row.collective, row.tensor, row.phase, row.format, row.scales)
 
 
 def _of_layers(row: ChartRow, layout: Layout, num_layers: int, again: int) -> float:
     """How many of what the row is given per, if that is a layer; a second forward pass sends all once more."""
-    passes = num_layers + (again if "forward" in row.tensor else 0)
-    if row.per == "token and layer":
-        return passes * layout.tokens_per_microbatch * layout.num_microbatches
-    if row.per == "layer and micro-batch":
-        return (num_layers + again / 2) * layout.num_microbatches
-    return num_layers if row.per == "layer and step" else 0
+    match row.per:
+        case Per.TOKEN_AND_LAYER:
+            passes = num_layers + (again if row.phase is Phase.FORWARD else 0)
+            return passes * layout.tokens_per_microbatch * layout.num_microbatches
+        case Per.LAYER_AND_MICROBATCH:
+            return (num_layers + again / 2) * layout.num_microbatches
+        case Per.LAYER_AND_STEP:
+            return num_layers
+    return 0
 
 
 def _of_the_rest(row: ChartRow, layout: Layout, chunks: tuple[Chunk, ...], parameters: RankParameters) -> float:
@@ -93,34 +120,37 @@ def _of_the_rest(row: ChartRow, layout: Layout, chunks: tuple[Chunk, ...], param
     tokens = layout.tokens_per_microbatch * layout.num_microbatches
     first = sum(chunk.has_embedding for chunk in chunks)
     last = sum(chunk.has_head for chunk in chunks)
-    if row.per == "token":
-        return tokens * (first if "embedding" in row.tensor else last)
-    if row.per == "token and stage":
-        # Outputs of all chunks but the model's last, gradients of the inputs of all but its first.
-        return tokens * (2 * len(chunks) - first - last)
-    if row.per == "parameter":
-        if row.tensor == "DP all-gather of FP8 layers' weights":
-            return parameters.fp8_gemm_weights
-        return parameters.others if "other parameters" in row.tensor else parameters.total
+    match row.per:
+        case Per.TOKEN:
+            return tokens * (first if row.tensor is Tensor.EMBEDDING_OUTPUT else last)
+        case Per.TOKEN_AND_STAGE:
+            # Outputs of all chunks but the model's last, gradients of the inputs of all but its first.
+            return tokens * (2 * len(chunks) - first - last)
+        case Per.PARAMETER:
+            counts = {Tensor.FP8_PARAMETERS: parameters.fp8_gemm_weights, Tensor.OTHER_PARAMETERS: parameters.others}
+            return counts.get(row.tensor, parameters.total)
     return 0
 
 
 def _beside_the_chart(
     config: Config, layout: Layout, formats: Formats, chunks: tuple[Chunk, ...], parameters: RankParameters
-) -> Iterator[tuple[str, str, float]]:
-    grads = formats.policy.optimizer.main_grads
-    size = ELEMENT_BYTES[grads]
+) -> Iterator[tuple[Message, float]]:
+    grads = Format(formats.policy.optimizer.main_grads)
+
+    def reduced(group: Group, tensor: Tensor, name: Format, elements: int) -> tuple[Message, float]:
+        return Message(group, Collective.ALL_REDUCE, tensor, None, name), float(elements * name.bytes)
+
     if config.parallel.sequence_parallel and layout.tensor_model_parallel_size > 1:
         # Position embeddings see whole sequences on every rank.
         positions = sum(chunk.has_embedding for chunk in chunks) * position_parameters(config.model)
-        yield "TP all-reduce of norms' gradients", grads, float((parameters.whole - positions) * size)
-    fp8 = formats.fp8()
-    if fp8 is not None and fp8.param_gather and fp8.recipe in PER_TENSOR and layout.data_parallel_size > 1:
+        yield reduced(Group.TP, Tensor.NORM_GRADS, grads, parameters.whole - positions)
+    per_tensor = formats.scales(Format.E4M3) is Scales.FP32_PER_TENSOR
+    if formats.fp8 is not None and formats.fp8.param_gather and per_tensor and layout.data_parallel_size > 1:
         # One number for each of a layer's weights, when the masters are cast.
         num_weights = len(layout.gemms) * sum(chunk.num_fp8_layers for chunk in chunks)
-        yield "DP all-reduce of FP8 weights' amaxes", "fp32", float(num_weights * ELEMENT_BYTES["fp32"])
+        yield reduced(Group.DP, Tensor.WEIGHT_AMAXES, Format.FP32, num_weights)
     ends = sum(chunk.has_embedding or chunk.has_head for chunk in chunks)
     tied = not config.model.untie_embeddings_and_output_weights
     if tied and ends and layout.pipeline_model_parallel_size > 1:
         elements = layout.padded_vocab_size_per_rank * config.model.hidden_size
-        yield "tied embedding's all-reduce of gradients", grads, float(elements * size)
+        yield reduced(Group.ENDS, Tensor.TIED_EMBEDDING_GRADS, grads, elements)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
@@ -18,52 +19,52 @@ from megatron_fp8.planner.activations import (
     KeptBytes,
     activation_sizes,
     chunk_bytes,
-    run_formats,
 )
 from megatron_fp8.planner.gpus import Gpu
 from megatron_fp8.planner.parameters import RankParameters, rank_parameters
 from megatron_fp8.planner.schedule import stage_passes
 from megatron_fp8.planner.stages import Chunk, stage_chunks
-from megatron_fp8.precision.chart.collectives import AMAXES_PER_LAYER
-from megatron_fp8.precision.chart.rows import ELEMENT_BYTES, Formats
-from megatron_fp8.precision.chart.weights import weight_rows
+from megatron_fp8.precision.chart import AMAXES_PER_LAYER, run_formats, weight_rows
+from megatron_fp8.precision.chart_rows import FP32_BYTES, Formats, Note, Tensor
 
-WORKING = "working memory (estimate)"
-KINDS = (
-    "weights",
-    "FP8 copies",
-    "FP8 transposes",
-    "masters",
-    "moments",
-    "gradients",
-    "FP8 scaling state",
-    "activations",
-    "logits",
-    "buffers",
-    "communication",
-    WORKING,
-)
-PER_TENSOR = ("delayed", "tensorwise")
-# Rows of the chart -> (kind, of which parameters).
+
+class MemoryKind(Enum):
+    """What a rank's memory holds. The values are the keys of `plan --json`."""
+
+    WEIGHTS = "weights"
+    FP8_COPIES = "FP8 copies"
+    FP8_TRANSPOSES = "FP8 transposes"
+    MASTER_WEIGHTS = "masters"
+    MOMENTS = "moments"
+    GRADIENTS = "gradients"
+    SCALING_STATE = "FP8 scaling state"
+    ACTIVATIONS = "activations"
+    LOGITS = "logits"
+    BUFFERS = "buffers"
+    COMMUNICATION = "communication"
+    WORKING = "working memory (estimate)"
+
+
+# Rows of the chart -> (kind, number of which parameters).
 _CHART_KINDS = {
-    "weights": ("weights", "all"),
-    "weights of FP8 linear layers": ("weights", "fp8"),
-    "other weights": ("weights", "others"),
-    "their FP8 copy, rows (fprop)": ("FP8 copies", "fp8"),
-    "their FP8 copy, columns (dgrad)": ("FP8 transposes", "fp8"),
-    "master weights": ("masters", "all"),
-    "optimizer's first moment": ("moments", "all"),
-    "optimizer's second moment": ("moments", "all"),
-    "weight gradients": ("gradients", "all"),
+    Tensor.WEIGHTS: (MemoryKind.WEIGHTS, "total"),
+    Tensor.FP8_LINEAR_WEIGHTS: (MemoryKind.WEIGHTS, "fp8_gemm_weights"),
+    Tensor.OTHER_WEIGHTS: (MemoryKind.WEIGHTS, "others"),
+    Tensor.FP8_COPY: (MemoryKind.FP8_COPIES, "fp8_gemm_weights"),
+    Tensor.FP8_TRANSPOSE: (MemoryKind.FP8_TRANSPOSES, "fp8_gemm_weights"),
+    Tensor.MASTER_WEIGHTS: (MemoryKind.MASTER_WEIGHTS, "total"),
+    Tensor.FIRST_MOMENT: (MemoryKind.MOMENTS, "total"),
+    Tensor.SECOND_MOMENT: (MemoryKind.MOMENTS, "total"),
+    Tensor.WEIGHT_GRADS: (MemoryKind.GRADIENTS, "total"),
 }
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of a rank of pipeline stage `stage`, by kind; every kind of `KINDS` is there."""
+    """Bytes of a rank of pipeline stage `stage`, by kind; every kind is there."""
 
     stage: int
-    by_kind: dict[str, float]
+    by_kind: dict[MemoryKind, float]
 
     @property
     def total(self) -> float:
@@ -80,38 +81,35 @@ def stage_memories(config: Config, layout: Layout, gpu: Gpu) -> list[StageMemory
 def _stage_memory(config: Config, layout: Layout, gpu: Gpu, sizes: ActivationSizes, stage: int) -> StageMemory:
     formats = run_formats(config)
     chunks = stage_chunks(config, layout, stage)
-    by_kind = dict.fromkeys(KINDS, 0.0)
+    by_kind = dict.fromkeys(MemoryKind, 0.0)
     for kind, size in _of_parameters(config, layout, gpu, formats, rank_parameters(config, layout, chunks)):
         by_kind[kind] += size
-    by_kind["FP8 scaling state"] = _scaling_state(formats, chunks)
+    by_kind[MemoryKind.SCALING_STATE] = _scaling_state(formats, chunks)
     kept = most_kept(layout, stage, [chunk_bytes(chunk, sizes) for chunk in chunks])
-    by_kind["activations"], by_kind["logits"] = kept.layers, kept.logits
-    by_kind["buffers"] = gpu.gemm_workspace_bytes + _placeholders(config, layout, formats, chunks)
-    by_kind["communication"] = _communication(config, layout, formats, sizes)
-    by_kind[WORKING] = _working(layout, formats, sizes, chunks)
+    by_kind[MemoryKind.ACTIVATIONS], by_kind[MemoryKind.LOGITS] = kept.layers, kept.logits
+    by_kind[MemoryKind.BUFFERS] = gpu.gemm_workspace_bytes + _placeholders(config, layout, formats, chunks)
+    by_kind[MemoryKind.COMMUNICATION] = _communication(config, layout, formats, sizes)
+    by_kind[MemoryKind.WORKING] = _working(layout, formats, sizes, chunks)
     return StageMemory(stage, by_kind)
 
 
 def _of_parameters(
     config: Config, layout: Layout, gpu: Gpu, formats: Formats, parameters: RankParameters
-) -> Iterator[tuple[str, float]]:
+) -> Iterator[tuple[MemoryKind, float]]:
     """What is kept of each parameter, by the precision chart."""
-    count = {"all": parameters.total, "fp8": parameters.fp8_gemm_weights, "others": parameters.others}
-    fp8 = formats.fp8()
     for row in weight_rows(config, layout, formats):
         kind, of = _CHART_KINDS[row.tensor]
-        if kind == "FP8 transposes" and fp8 is not None and fp8.recipe in PER_TENSOR and not gpu.keeps_transposes:
-            continue
-        yield kind, row.size * count[of]
+        if row.note is not Note.ONLY_IF_TRANSPOSED or gpu.keeps_transposes:
+            yield kind, row.size * getattr(parameters, of)
 
 
 def _scaling_state(formats: Formats, chunks: tuple[Chunk, ...]) -> float:
     """Amax histories of delayed scaling; the scales themselves are a few bytes."""
-    fp8 = formats.fp8()
+    fp8 = formats.fp8
     if fp8 is None or fp8.recipe != "delayed":
         return 0.0
     num_layers = sum(chunk.num_fp8_layers for chunk in chunks)
-    return float(num_layers * AMAXES_PER_LAYER * fp8.amax_history_len * ELEMENT_BYTES["fp32"])
+    return float(num_layers * AMAXES_PER_LAYER * fp8.amax_history_len * FP32_BYTES)
 
 
 def most_kept(layout: Layout, stage: int, chunks: list[KeptBytes]) -> KeptBytes:
@@ -139,7 +137,7 @@ def _placeholders(config: Config, layout: Layout, formats: Formats, chunks: tupl
         shapes |= {(qkv.out_features, qkv.in_features), (proj.out_features, proj.in_features)}
     if any(chunk.has_head for chunk in chunks):
         shapes.add((layout.padded_vocab_size_per_rank, hidden))
-    return float(sum(rows * columns for rows, columns in shapes) * ELEMENT_BYTES[formats.params])
+    return float(sum(rows * columns for rows, columns in shapes) * formats.params.bytes)
 
 
 def _communication(config: Config, layout: Layout, formats: Formats, sizes: ActivationSizes) -> float:
@@ -149,7 +147,7 @@ def _communication(config: Config, layout: Layout, formats: Formats, sizes: Acti
     """
     size = 0.0
     if config.parallel.sequence_parallel and layout.tensor_model_parallel_size > 1:
-        size += layout.tokens_per_microbatch * config.model.hidden_size * ELEMENT_BYTES[formats.params]
+        size += layout.tokens_per_microbatch * config.model.hidden_size * formats.params.bytes
     if layout.pipeline_model_parallel_size > 1:
         size += 2 * layout.num_chunks * sizes.hidden
     return size
@@ -162,9 +160,9 @@ def _working(layout: Layout, formats: Formats, sizes: ActivationSizes, chunks: t
     or of unfused attention's scores before and after the softmax; and of a recomputed one all that it keeps. Of the
     head: logits in the parameters' format beside those in FP32.
     """
-    tokens, size = layout.tokens_per_microbatch, ELEMENT_BYTES[formats.params]
+    tokens, size = layout.tokens_per_microbatch, formats.params.bytes
     fc1, fc2 = layout.gemms[2], layout.gemms[3]
-    casts = 2 if formats.fp8() is not None else 0
+    casts = 2 if formats.fp8 is not None else 0
     inner = max(tokens * (fc1.out_features * (size + casts) + fc2.in_features * size), 2 * sizes.scores)
     layer = inner + 2 * sizes.hidden
     if any(chunk.recomputed_fp8_layers for chunk in chunks):

@@ -16,6 +16,7 @@ from megatron_fp8.planner.memory import StageMemory, stage_memories
 from megatron_fp8.planner.parameters import ModelParameters, RankParameters, model_parameters, rank_parameters
 from megatron_fp8.planner.schedule import bubble_share
 from megatron_fp8.planner.stages import stage_chunks
+from megatron_fp8.precision.chart_labels import format_label, message_label
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,10 @@ class Plan:
             },
             "parameters": asdict(self.parameters),
             "parameters_per_rank": [rank.total for rank in self.rank_parameters],
-            "memory_bytes": [{**memory.by_kind, "total": memory.total} for memory in self.memories],
+            "memory_bytes": [
+                {**{kind.value: size for kind, size in memory.by_kind.items()}, "total": memory.total}
+                for memory in self.memories
+            ],
             "flops_per_token": {
                 **asdict(self.flops),
                 **{
@@ -72,12 +76,35 @@ class Plan:
                 },
             },
             "bubble_share": self.bubble_share,
-            "messages_per_step": [[asdict(item) for item in stage] for stage in self.traffic],
+            "messages_per_step": [[_traffic_json(item) for item in stage] for stage in self.traffic],
             "duration": asdict(self.duration),
             "fp8": None if self.fp8 is None else asdict(self.fp8),
             "memory_bytes_in_bf16": self.bytes_in_bf16,
             "deterministic": list(self.deterministic),
         }
+
+
+def traffic_label(item: Traffic) -> str:
+    """Who sends what."""
+    message = item.message
+    return message_label(message.group, message.collective, message.tensor, message.phase)
+
+
+def traffic_format(item: Traffic) -> str:
+    """In which format."""
+    return format_label(item.message.format, item.message.scales)
+
+
+def _traffic_json(item: Traffic) -> dict[str, Any]:
+    return {
+        "name": traffic_label(item),
+        "group": item.message.group.value,
+        "format": traffic_format(item),
+        "num_ranks": item.num_ranks,
+        "tensor_bytes": item.tensor_bytes,
+        "sent_bytes": item.sent_bytes,
+        "waits": item.waits,
+    }
 
 
 def make_plan(

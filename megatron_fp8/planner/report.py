@@ -8,12 +8,13 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megatron_fp8.planner.memory import KINDS, StageMemory
-from megatron_fp8.planner.plan import Plan
+from megatron_fp8.planner.memory import MemoryKind, StageMemory
+from megatron_fp8.planner.plan import Plan, traffic_format, traffic_label
 from megatron_fp8.planner.units import in_bytes, in_days, in_flops, in_gpu_hours, in_percent, in_tokens
 
 WIDTH_CHARS = 120
 _MOST_STAGES = 8
+MEMORY_LABELS = {kind: kind.value for kind in MemoryKind} | {MemoryKind.MASTER_WEIGHTS: "master weights"}
 
 
 def plan_text(plan: Plan) -> str:
@@ -76,9 +77,9 @@ def _memory(plan: Plan) -> RenderableType:
     memories = plan.memories
     shown = memories if len(memories) <= _MOST_STAGES else _ends_and(plan.fullest, memories)
     made = table("memory of a rank", "kind", *(f"stage {memory.stage}" for memory in shown))
-    for kind in KINDS:
+    for kind in MemoryKind:
         if any(memory.by_kind[kind] for memory in memories):
-            made.add_row(kind, *(in_bytes(memory.by_kind[kind]) for memory in shown))
+            made.add_row(MEMORY_LABELS[kind], *(in_bytes(memory.by_kind[kind]) for memory in shown))
     made.add_row("total", *(in_bytes(memory.total) for memory in shown), style="bold")
     return made
 
@@ -112,9 +113,8 @@ def _messages(plan: Plan) -> RenderableType:
     stage = max(range(len(plan.traffic)), key=lambda index: sum(item.sent_bytes for item in plan.traffic[index]))
     made = table(f"messages of a step, stage {stage}", "what", "format", "ranks", "tensors", "a rank sends")
     for item in plan.traffic[stage]:
-        made.add_row(
-            item.name, item.format, str(item.num_ranks), in_bytes(item.tensor_bytes), in_bytes(item.sent_bytes)
-        )
+        sizes = in_bytes(item.tensor_bytes), in_bytes(item.sent_bytes)
+        made.add_row(traffic_label(item), traffic_format(item), str(item.num_ranks), *sizes)
     return made if plan.traffic[stage] else Text("messages: none, one rank works alone")
 
 

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from megatron_fp8.config.schema import Config
-from megatron_fp8.planner.report import table
+from megatron_fp8.planner.report import MEMORY_LABELS, table
 from megatron_fp8.planner.search import Proposal, SearchResult
 from megatron_fp8.planner.units import in_bytes, in_percent
 
@@ -51,7 +51,8 @@ def why_none(result: SearchResult) -> Iterator[str]:
     kind, size = max(fullest.by_kind.items(), key=lambda item: item[1])
     yield (
         f"No layout fits. The smallest takes {in_bytes(fullest.total)} on stage {fullest.stage}, "
-        f"{in_bytes(fullest.total - result.usable_bytes)} too much; most of it is {kind}, {in_bytes(size)}:"
+        f"{in_bytes(fullest.total - result.usable_bytes)} too much; "
+        f"most of it is {MEMORY_LABELS[kind]}, {in_bytes(size)}:"
     )
     yield "  " + ", ".join(f"{key.partition('.')[2]} {value}" for key, value in smallest.values.items())
     yield "Use more GPUs, GPUs with more memory, or a smaller model or sequence."

@@ -21,9 +21,10 @@ from megatron_fp8.planner.activations import ActivationSizes, activation_sizes
 from megatron_fp8.planner.communication import Traffic, step_traffic
 from megatron_fp8.planner.flops import flops_per_token
 from megatron_fp8.planner.gpus import GPUS, Board, Gpu
-from megatron_fp8.planner.memory import StageMemory
+from megatron_fp8.planner.memory import MemoryKind, StageMemory
 from megatron_fp8.planner.schedule import bubble_share
 from megatron_fp8.planner.stages import Chunk, stage_chunks
+from megatron_fp8.precision.chart_rows import Group
 
 # Shares of the published numbers that large kernels and messages reach; the GEMMs' are those of `config/warn.py`.
 _H100 = GPUS["h100-80g"].peaks_tflops
@@ -38,7 +39,12 @@ MEMORY_SHARE, NVLINK_SHARE, NETWORK_SHARE = 0.75, 0.7, 0.8
 # second forward pass.
 _PASSES_OVER_ACTIVATIONS, _PASSES_AGAIN = 4.0, 1.5
 # The optimizer reads gradients, masters and moments and writes the latter two.
-_OPTIMIZER_KINDS = {"gradients": 1, "masters": 2, "moments": 2, "weights": 1}
+_OPTIMIZER_KINDS = {
+    MemoryKind.GRADIENTS: 1,
+    MemoryKind.MASTER_WEIGHTS: 2,
+    MemoryKind.MOMENTS: 2,
+    MemoryKind.WEIGHTS: 1,
+}
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,6 @@ def _bytes_through_memory(chunks: tuple[Chunk, ...], sizes: ActivationSizes) -> 
 def _message_seconds(item: Traffic, layout: Layout, board: Board, gpus_per_node: int) -> float:
     """Seconds of one kind of message; ranks are placed tensor-parallel first, then data-parallel, then stages."""
     tp, dp = layout.tensor_model_parallel_size, layout.data_parallel_size
-    span = {"TP": tp, "DP": tp * dp, "TP x DP": tp * dp}.get(item.group, layout.world_size)
+    span = {Group.TP: tp, Group.DP: tp * dp, Group.TP_AND_DP: tp * dp}.get(item.message.group, layout.world_size)
     nvlink, network = NVLINK_SHARE * board.nvlink_gb_per_s, NETWORK_SHARE * board.network_gb_per_s
     return item.sent_bytes / (1e9 * (nvlink if span <= gpus_per_node else network))

@@ -1,7 +1,4 @@
-"""Owns what Megatron Core is told about number formats, as keyword arguments of its configs.
-
-Must not know the rest of those configs.
-"""
+"""Translates a precision policy into keyword arguments of Megatron Core's configs."""
 
 from typing import Any
 
@@ -9,12 +6,12 @@ import torch
 
 from megatron_fp8.precision.policy import PrecisionPolicy
 
-# Transformer Engine's FusedAdam takes bytes for "FP8 (E4M3) with one scale a tensor".
+# For Transformer Engine's FusedAdam uint8 means FP8 (E4M3) with one scale per tensor.
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 
 
 def model_formats(policy: PrecisionPolicy) -> dict[str, Any]:
-    """For `TransformerConfig`: parameters, what stages send each other, and which 16-bit format that is."""
+    """For `TransformerConfig`: the format of parameters and of what stages send each other."""
     dtype: torch.dtype = getattr(torch, policy.params_dtype)
     return {
         "params_dtype": dtype,
@@ -25,9 +22,9 @@ def model_formats(policy: PrecisionPolicy) -> dict[str, Any]:
 
 
 def gradient_formats(policy: PrecisionPolicy) -> dict[str, Any]:
-    """For `DistributedDataParallelConfig`: gradients are added up and reduced in FP32 or else in the parameters' dtype.
+    """For `DistributedDataParallelConfig`: accumulate and reduce gradients in FP32 or in the parameters' dtype.
 
-    Megatron never casts them afterwards, so `main_grads` is settled here and means BF16 under BF16 parameters only.
+    Megatron never casts them afterwards, so this settles `main_grads`; bf16 there requires BF16 parameters.
     """
     return {
         "grad_reduce_in_fp32": policy.optimizer.main_grads == "fp32",
@@ -36,10 +33,10 @@ def gradient_formats(policy: PrecisionPolicy) -> dict[str, Any]:
 
 
 def optimizer_formats(policy: PrecisionPolicy) -> dict[str, Any]:
-    """For `OptimizerConfig`: parameters, masters, moments, loss scale.
+    """For `OptimizerConfig`: parameters, master weights, moments, loss scale.
 
-    Masters are kept whole. Megatron by default keeps of FP32 masters only the 16 bits that BF16 parameters lack, which
-    saves two bytes a parameter, and puts those bits, which nothing else can read, into checkpoints.
+    Master weights are whole FP32 numbers. By default Megatron keeps only the 16 bits that BF16 parameters lack, which
+    saves two bytes per parameter, and writes those to checkpoints, where nothing else can read them.
     """
     formats, scaling = policy.optimizer, policy.loss_scaling
     arguments = {name: value for name, value in model_formats(policy).items() if name != "pipeline_dtype"}
@@ -53,7 +50,7 @@ def optimizer_formats(policy: PrecisionPolicy) -> dict[str, Any]:
             "exp_avg_sq_dtype": _DTYPES[formats.exp_avg_sq],
         }
     if policy.fp8 is not None and policy.fp8.param_gather:
-        # With it Megatron knows that a weight cannot be cut into pieces; without, it takes FP8 weights for delayed.
+        # Tells Megatron whether a weight can be split; without it, Megatron assumes delayed scaling.
         arguments["fp8_recipe"] = policy.fp8.recipe
     if scaling is not None:
         arguments |= {

@@ -1,11 +1,11 @@
-"""Owns the scales of FP8 tensors by name, as far as they are at hand without a pass over the tensors' data.
+"""Reads the scales of FP8 tensors by name, without a pass over the tensors' data.
 
-- Delayed scaling keeps scales and amax histories: read after the step's update.
-- The other recipes keep nothing, so a watcher takes the scales along from the tensors of one step. Their amax is what
-  the smallest scale stands for: exact with `tensorwise`, up to a factor of 2 too large where scales are powers of 2.
+- Delayed scaling keeps scales and amax histories, which are read after the step's update.
+- Other recipes keep nothing, so a watcher collects the scales from the tensors of one step. The amax is the one that
+  the smallest scale stands for: exact under `tensorwise`, up to a factor of 2 too large where scales are powers of 2.
 
-Ranks that scale differently (amax reduction off, tensorwise) are reported by the worst of them: smallest scale,
-largest amax, least head-room. Must not know steps, intervals or where values are written.
+Where ranks scale differently (amax reduction off, tensorwise), the worst counts: smallest scale, largest amax, least
+headroom.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 from transformer_engine.pytorch.quantized_tensor import Quantizer
-from transformer_engine.pytorch.tensor import (
-    Float8BlockwiseQTensorStorage,
-    Float8TensorStorage,
-    MXFP8TensorStorage,
-)
+from transformer_engine.pytorch.tensor import Float8BlockwiseQTensorStorage, Float8TensorStorage, MXFP8TensorStorage
 
-from megatron_fp8.precision.operands import Operand, by_quantizer
+from megatron_fp8.precision.operands import Operand, by_quantizer, reduced
 from megatron_fp8.precision.policy import Fp8Policy
 from megatron_fp8.precision.te_recipe import largest_number
 
@@ -31,10 +27,10 @@ _MXFP8_BLOCK, _MXFP8_BIAS = 32, 127
 
 @dataclass(frozen=True)
 class OperandScale:
-    """`scale` multiplies the tensor. `amax`: the newest. `history_max`: largest amax that delayed scaling remembers.
+    """`amax`: the newest. `history_max`: the largest in the history of delayed scaling.
 
-    `headroom_bits`: log2(largest FP8 number / (scale * history_max)), powers of two by which the tensor may grow
-    before it clips; negative: it would clip. Both are None without a history.
+    `headroom_bits`: log2(largest FP8 value / (scale * history_max)), the powers of two by which the tensor can grow
+    before it clips; negative if it clips. The last two are None without a history.
     """
 
     scale: float
@@ -43,7 +39,7 @@ class OperandScale:
     headroom_bits: float | None
 
     def series(self) -> dict[str, float]:
-        """By the names of their series."""
+        """Values by the names of their series."""
         values = {"scale": self.scale, "amax": self.amax}
         if self.history_max is not None and self.headroom_bits is not None:
             values |= {"history-max": self.history_max, "head-room-bits": self.headroom_bits}
@@ -53,12 +49,12 @@ class OperandScale:
 def delayed_scales(
     operands: Sequence[Operand], policy: Fp8Policy, group: ProcessGroup | None
 ) -> dict[str, OperandScale]:
-    """Delayed scaling's state of the operands; those of which no amax was seen are left out.
+    """Delayed-scaling state of the operands, without those that have no amax yet.
 
-    With a history of one step TE keeps no amax beyond the update: then the one that the scale stands for is given.
-    Collective over `group`; one copy to the host.
+    With a history of one step TE keeps no amax beyond the update; then it is computed from the scale. Collective over
+    `group`; one copy to the host.
     """
-    rows = []
+    rows = {}
     for operand in operands:
         state, slot = operand.module.fp8_meta[operand.direction], operand.slot
         scale, history, limit = state.scale[slot], state.amax_history[:, slot], largest_number(policy, operand.kind)
@@ -66,30 +62,25 @@ def delayed_scales(
             newest, highest = history[-1], history.max()
         else:
             newest = highest = limit / (scale * 2.0**policy.margin)
-        rows.append(torch.stack([-scale, newest, highest, torch.log2(scale * highest / limit)]))
+        rows[operand.name] = torch.stack([-scale, newest, highest, torch.log2(scale * highest / limit)])
     return {
         name: OperandScale(-scale, newest, highest, -bits)
-        for name, (scale, newest, highest, bits) in _worst([operand.name for operand in operands], rows, group)
+        for name, (scale, newest, highest, bits) in reduced(rows, ReduceOp.MAX, group).items()
         if highest > 0
     }
 
 
 class ScaleWatcher:
-    """Takes the scales along that the tensors of `operands` are quantized with; see `tap`."""
+    """Collects the scales with which `operands` are quantized while it watches a `tap`."""
 
     def __init__(self, operands: Sequence[Operand], policy: Fp8Policy) -> None:
         self._operands = operands
         self._of_quantizer = by_quantizer(operands)
         self._policy = policy
-        self._inverse: dict[str, Tensor] = {}
-        self._limits: dict[str, float] = {}
+        # (minus the smallest scale, largest amax) by name.
+        self._worst: dict[str, Tensor] = {}
 
-    def quantized(
-        self,
-        quantizer: Quantizer,
-        result: Any,
-        source: Callable[[], Tensor],  # noqa: ARG002 - calling it would be a pass over the data
-    ) -> None:
+    def quantized(self, quantizer: Quantizer, result: Any, source: Callable[[], Tensor]) -> None:  # noqa: ARG002
         """See `tap.Watcher`."""
         operand = self._of_quantizer.get(id(quantizer))
         if operand is not None and not operand.is_recomputed:
@@ -99,36 +90,28 @@ class ScaleWatcher:
         """See `tap.Watcher`."""
 
     def read(self, group: ProcessGroup | None) -> dict[str, OperandScale]:
-        """What was seen, and the scales of weights that are FP8 themselves.
+        """What was collected, and the scales of weights that live in FP8.
 
-        Collective over `group`, one copy to the host.
+        Collective over `group`; one copy to the host.
         """
         for operand in self._operands:
             if operand.kind == "weight" and operand.weight_name is not None:
                 self._take(operand, getattr(operand.module, operand.weight_name))
-        names = sorted(self._inverse)
-        rows = []
-        for name in names:
-            inverse = self._inverse[name]
-            rows.append(torch.stack([-inverse.reciprocal(), inverse * self._limits[name]]))
-        return {
-            name: OperandScale(-scale, amax, None, None)
-            for name, (scale, amax) in _worst(names, rows, group)
-            if amax > 0
-        }
+        worst = reduced(self._worst, ReduceOp.MAX, group).items()
+        return {name: OperandScale(-scale, amax, None, None) for name, (scale, amax) in worst if amax > 0}
 
     def _take(self, operand: Operand, quantized: Any) -> None:
         inverse = _largest_inverse_scale(quantized)
         if inverse is not None:
-            before = self._inverse.get(operand.name)
-            self._inverse[operand.name] = inverse if before is None else torch.maximum(before, inverse)
-            self._limits[operand.name] = largest_number(self._policy, operand.kind)
+            row = torch.stack([-inverse.reciprocal(), inverse * largest_number(self._policy, operand.kind)])
+            before = self._worst.get(operand.name)
+            self._worst[operand.name] = row if before is None else torch.maximum(before, row)
 
 
 def seed_delayed_scales(operands: Sequence[Operand], amaxes: Mapping[str, float], policy: Fp8Policy) -> None:
-    """Give operands that return to FP8 the scales of tensors with these amaxes, which also enter the histories.
+    """Initialize the scales and histories of operands that return to FP8 from these amaxes.
 
-    An amax so small that its scale overflows FP32 has the largest FP32 number for a scale, as in TE's formula.
+    An amax so small that its scale overflows FP32 gets the largest FP32 value as its scale, as in TE's formula.
     """
     largest_scale = torch.finfo(torch.float32).max
     for operand in operands:
@@ -142,33 +125,24 @@ def seed_delayed_scales(operands: Sequence[Operand], amaxes: Mapping[str, float]
             state.amax_history[-1, operand.slot] = amax
 
 
-def _worst(names: Sequence[str], rows: Sequence[Tensor], group: ProcessGroup | None) -> list[tuple[str, list[float]]]:
-    """`rows` as lists, their largest values over the ranks of `group`."""
-    if not rows:
-        return []
-    table = torch.stack(list(rows))
-    if group is not None and group.size() > 1:
-        torch.distributed.all_reduce(table, op=torch.distributed.ReduceOp.MAX, group=group)
-    return list(zip(names, table.tolist(), strict=True))
-
-
 def _largest_inverse_scale(result: Any) -> Tensor | None:
-    """FP32 scalar: the inverse of the smallest scale in a quantized tensor, blocks of zeros left out.
+    """FP32 scalar: the inverse of the smallest scale in a quantized tensor, without blocks of zeros.
 
-    0 if there is no other block; None where scales cannot be read.
+    0 if there are only such blocks; None if the scales cannot be read.
     """
     if isinstance(result, Float8TensorStorage):
-        return result._scale_inv.reshape(())
+        scale_inv: Tensor = result._scale_inv
+        return scale_inv.reshape(())
     if isinstance(result, Float8BlockwiseQTensorStorage):
         rowwise = result._rowwise_scale_inv
         inverse = rowwise if rowwise is not None else result._columnwise_scale_inv
-        # A block of zeros has scale 1, whatever the others have.
+        # A block of zeros has scale 1.
         return torch.where(inverse == 1, 0, inverse).max()
     if isinstance(result, MXFP8TensorStorage) and not result._with_gemm_swizzled_scales:
         if result._rowwise_data is None:
             return None
         width = result._rowwise_data.shape[-1]
-        # The scales are padded with undefined bytes.
+        # Padding of the scales is undefined.
         scales = result._rowwise_scale_inv[: result._rowwise_data.numel() // width, : -(-width // _MXFP8_BLOCK)]
         return torch.exp2(scales.max().float() - _MXFP8_BIAS)
     return None

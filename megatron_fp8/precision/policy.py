@@ -1,6 +1,6 @@
-"""Owns the precision policy as plain data: what the config's `precision` section means. Imports no torch.
+"""The precision policy: the number formats of a run as plain data, from the config's `precision` section.
 
-The number formats of a whole run follow from it; whoever needs one asks here and not the config.
+Imports no torch.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 
 @dataclass(frozen=True)
 class GemmOverride:
-    """Which of a linear layer's three GEMMs run in the parameters' dtype although the layer runs in FP8."""
+    """Which of the three GEMMs of an FP8 layer run in the parameters' dtype instead."""
 
     fprop: bool = False
     dgrad: bool = False
@@ -27,11 +27,11 @@ class GemmOverride:
 
 @dataclass(frozen=True)
 class HealthPolicy:
-    """How FP8 tensors are watched.
+    """How FP8 tensors are monitored.
 
-    `interval`: steps between checks of their data; 0: never. `fallback`: whether a layer leaves FP8 after
-    `num_checks` checks in a row with a tensor over one of the limits (see `tensor_health.TensorHealth`), and returns
-    after `num_healthy_checks` (0: never).
+    `interval`: steps between checks of their data; 0: never. `fallback`: whether a layer falls back to BF16 after
+    `num_checks` consecutive checks with a tensor over one of the limits (see `tensor_health.TensorHealth`), and returns
+    after `num_healthy_checks` healthy ones (0: never).
     """
 
     interval: int
@@ -47,9 +47,9 @@ class HealthPolicy:
 class Fp8Policy:
     """FP8 of the transformer layers.
 
-    `fp8_format`: `hybrid` (E4M3 forward, E5M2 backward) or `e4m3`. `margin` (head-room in powers of two), `interval`
-    and `amax_*` are those of delayed scaling. `evaluate`: FP8 in evaluation too. `bf16_layers`: layers of the whole
-    model, from 0, that stay in BF16.
+    `fp8_format`: `hybrid` (E4M3 forward, E5M2 backward) or `e4m3`. `margin` (headroom in powers of two), `interval` and
+    `amax_*` belong to delayed scaling. `evaluate`: use FP8 in evaluation too. `bf16_layers`: global numbers, from 0, of
+    layers that stay in BF16.
     """
 
     recipe: Fp8Recipe
@@ -67,7 +67,7 @@ class Fp8Policy:
 
 @dataclass(frozen=True)
 class OptimizerFormats:
-    """Formats of what the optimizer keeps: fp32, fp16, bf16 or fp8."""
+    """Formats of master weights, gradients and moments: fp32, fp16, bf16 or fp8."""
 
     main_params: str
     main_grads: str
@@ -76,13 +76,13 @@ class OptimizerFormats:
 
     @property
     def all_fp32(self) -> bool:
-        """Whether Megatron's ordinary optimizer will do."""
+        """Whether Megatron's ordinary optimizer suffices."""
         return {self.main_params, self.main_grads, self.exp_avg, self.exp_avg_sq} == {"fp32"}
 
 
 @dataclass(frozen=True)
 class LossScaling:
-    """FP16's loss scale: `constant`, or None for a dynamic one (Megatron's `DynamicGradScaler`)."""
+    """FP16 loss scaling; `constant` None: dynamic (Megatron's `DynamicGradScaler`)."""
 
     constant: float | None
     initial: float
@@ -93,10 +93,9 @@ class LossScaling:
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Formats of the run.
+    """Number formats of a run; `fp8` and `loss_scaling` are None in modes without them.
 
-    `params_dtype`: name of the torch dtype of parameters and of the residual stream. `fp8` and `loss_scaling` are
-    None where the mode has none.
+    `params_dtype`: name of the torch dtype of parameters and of the residual stream.
     """
 
     mode: str
@@ -110,7 +109,7 @@ _PARAMS_DTYPE = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8"
 
 
 def build_policy(config: PrecisionConfig, num_layers: int) -> PrecisionPolicy:
-    """The policy that the config asks for, of a model with `num_layers` layers."""
+    """The policy of a config for a model with `num_layers` transformer layers."""
     return PrecisionPolicy(
         mode=config.mode,
         params_dtype=_PARAMS_DTYPE[config.mode],
@@ -121,7 +120,15 @@ def build_policy(config: PrecisionConfig, num_layers: int) -> PrecisionPolicy:
             exp_avg=config.exp_avg_dtype,
             exp_avg_sq=config.exp_avg_sq_dtype,
         ),
-        loss_scaling=_loss_scaling(config) if config.mode == "fp16" else None,
+        loss_scaling=LossScaling(
+            constant=config.loss_scale,
+            initial=config.initial_loss_scale,
+            minimum=config.min_loss_scale,
+            growth_interval=config.loss_scale_window,
+            hysteresis=config.hysteresis,
+        )
+        if config.mode == "fp16"
+        else None,
     )
 
 
@@ -137,27 +144,13 @@ def _fp8_policy(config: PrecisionConfig, num_layers: int) -> Fp8Policy:
         evaluate=config.fp8_eval,
         param_gather=config.fp8_param_gather,
         bf16_layers=layers_in_bf16(config, num_layers),
-        health=_health_policy(config),
-    )
-
-
-def _health_policy(config: PrecisionConfig) -> HealthPolicy:
-    return HealthPolicy(
-        interval=config.fp8_health_interval,
-        fallback=config.fp8_fallback,
-        num_checks=config.fp8_fallback_num_checks,
-        num_healthy_checks=config.fp8_fallback_num_healthy_checks,
-        max_clipped=config.fp8_fallback_max_clipped,
-        max_flushed=config.fp8_fallback_max_flushed,
-        max_error=config.fp8_fallback_max_error,
-    )
-
-
-def _loss_scaling(config: PrecisionConfig) -> LossScaling:
-    return LossScaling(
-        constant=config.loss_scale,
-        initial=config.initial_loss_scale,
-        minimum=config.min_loss_scale,
-        growth_interval=config.loss_scale_window,
-        hysteresis=config.hysteresis,
+        health=HealthPolicy(
+            interval=config.fp8_health_interval,
+            fallback=config.fp8_fallback,
+            num_checks=config.fp8_fallback_num_checks,
+            num_healthy_checks=config.fp8_fallback_num_healthy_checks,
+            max_clipped=config.fp8_fallback_max_clipped,
+            max_flushed=config.fp8_fallback_max_flushed,
+            max_error=config.fp8_fallback_max_error,
+        ),
     )

@@ -1,8 +1,8 @@
-"""Owns looking at what Transformer Engine's kernels are given and give back, without changing it.
+"""Observes the arguments and results of TE kernel calls, unchanged.
 
-TE quantizes, normalizes, activates and multiplies through the functions of its compiled extension, which its modules
-look up by name at every call. While a tap is open, the functions that quantize, and the GEMM, are wrapped: the real
-one runs as ever, then the watcher sees its arguments and results. Must not know what is measured.
+TE's modules look up the functions of its compiled extension by name at every call. While a tap is open, those that
+quantize and the GEMM are replaced by wrappers that show the watcher what the real function got and returned. Hooks on
+modules would not do: the quantized output of a norm or an activation never leaves TE's modules.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,15 +22,15 @@ _ACTIVATIONS = (
 _NORMS = ("layernorm_fwd", "rmsnorm_fwd")
 _CASTS = ("quantize", "bgrad_quantize")
 _GRADIENTS = (*(f"d{name}" for name in _ACTIVATIONS), "clamped_dswiglu", *(f"dbias_d{name}" for name in _ACTIVATIONS))
-# Where the quantized tensor is in a result that is a list.
-_PLACE = {"bgrad_quantize": 1, "layernorm_fwd": 0, "rmsnorm_fwd": 0, **{f"dbias_d{name}": 1 for name in _ACTIVATIONS}}
+# Position of the quantized tensor in results that are lists.
+_INDEX = {**dict.fromkeys(_NORMS, 0), "bgrad_quantize": 1, **{f"dbias_d{name}": 1 for name in _ACTIVATIONS}}
 
 
 class Watcher(Protocol):
-    """What sees the calls."""
+    """Sees the calls."""
 
     def quantized(self, quantizer: Quantizer, result: Any, source: Callable[[], Tensor]) -> None:
-        """`quantizer` made `result` of the tensor that `source` computes (again, where a kernel does both)."""
+        """`quantizer` made `result` from the tensor that `source` returns (recomputed for fused kernels)."""
 
     def multiplied(self, a: Any, transpose_a: bool, b: Any, transpose_b: bool) -> None:
         """A GEMM read `a` and `b`; see `generic_gemm`."""
@@ -38,25 +38,25 @@ class Watcher(Protocol):
 
 @contextmanager
 def tap(watcher: Watcher) -> Iterator[None]:
-    """Show `watcher` every quantization and every GEMM inside; the extension is as before when it is left."""
+    """Show `watcher` every quantization and every GEMM inside."""
     names = (*_CASTS, *_NORMS, *_ACTIVATIONS, *_GRADIENTS)
-    # The stand-in answers to every name; only what is really there is wrapped.
+    # Not getattr: the stand-in answers to every name.
     watched = {name: _watch_quantization(watcher, name, vars(tex)[name]) for name in names if name in vars(tex)}
     watched["generic_gemm"] = _watch_gemm(watcher, tex.generic_gemm)
-    # TE's modules call the extension through either of the two.
+    # TE's modules call the extension through either module.
     places = [(module, name) for module in (tex, cpp_extensions) for name in watched if name in vars(module)]
-    real = [vars(module)[name] for module, name in places]
+    real = [(module, name, vars(module)[name]) for module, name in places]
     try:
-        for module, name in places:
+        for module, name, _ in real:
             setattr(module, name, watched[name])
         yield
     finally:
-        for (module, name), function in zip(places, real, strict=True):
+        for module, name, function in real:
             setattr(module, name, function)
 
 
 def _watch_quantization(watcher: Watcher, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    place = _PLACE.get(name)
+    position = _INDEX.get(name)
 
     def without(value: Any) -> Any:
         return None if isinstance(value, Quantizer) else value
@@ -68,15 +68,20 @@ def _watch_quantization(watcher: Watcher, name: str, real: Callable[..., Any]) -
 
             def source() -> Tensor:
                 if name in _CASTS:
-                    return values[0] if values else next(iter(keywords.values()))
+                    return _at([*values, *keywords.values()], 0)
                 plain = real(*map(without, values), **{key: without(value) for key, value in keywords.items()})
-                return plain if place is None else plain[place]
+                return _at(plain, position)
 
             with torch.no_grad():
-                watcher.quantized(quantizer, result if place is None else result[place], source)
+                watcher.quantized(quantizer, _at(result, position), source)
         return result
 
     return watched
+
+
+def _at(result: Any, position: int | None) -> Tensor:
+    found: Tensor = result if position is None else result[position]
+    return found
 
 
 def _watch_gemm(watcher: Watcher, real: Callable[..., Any]) -> Callable[..., Any]:

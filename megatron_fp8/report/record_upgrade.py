@@ -19,7 +19,7 @@ _LAYOUT_KEYS = (
     "micro_batch_size",
 )
 _CODE = re.compile(r"(?P<version>[^,]+)(?:, commit (?P<commit>[^,]+))?(?P<changes>, with changes)?")
-_CHART_ROW = re.compile(r"  (?P<tensor>\S.*?) {2,}(?P<size>\S+) B per (?P<per>.+?), (?P<format>.+)")
+_CHART_ROW = re.compile(r"  (?P<label>\S.*?) {2,}(?P<size>\S+) B per (?P<per_label>.+?), (?P<format_label>.+)")
 
 
 def upgraded(record: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _chart(text: str) -> list[dict[str, Any]]:
         if match is None:
             section = line
         else:
-            rows.append({"section": section, **match.groupdict(), "size": float(match["size"].replace(",", ""))})
+            rows.append({"section_label": section, **match.groupdict(), "size": float(match["size"].replace(",", ""))})
     return rows
 
 

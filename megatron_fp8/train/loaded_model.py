@@ -28,7 +28,7 @@ from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.model.sharding import ParameterSharding, parameter_sharding
-from megatron_fp8.parallel.start import init_process_group
+from megatron_fp8.parallel.process_group import init_process_group
 from megatron_fp8.precision.policy import build_policy
 from megatron_fp8.report.library_warnings import hide_meaningless_warnings
 

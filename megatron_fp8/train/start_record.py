@@ -1,6 +1,5 @@
 """Describes a run as it starts: the values of the `start` record, and the precision chart's file."""
 
-import dataclasses
 from pathlib import Path
 
 from megatron_fp8.config.determinism import SWITCHES
@@ -9,7 +8,8 @@ from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.load import process_environment
 from megatron_fp8.config.schema import Config
 from megatron_fp8.device import Device
-from megatron_fp8.precision.chart.chart import format_chart, precision_chart
+from megatron_fp8.precision.chart import precision_chart
+from megatron_fp8.precision.chart_labels import chart_records, format_chart
 from megatron_fp8.report.code_version import code_version
 from megatron_fp8.report.events import PRECISION_CHART
 from megatron_fp8.report.record import Value
@@ -40,7 +40,7 @@ def start_record(config: Config, layout: Layout, device: Device, run_directory: 
         "versions": versions(),
         "code": code_version(),
         **_deterministic_mode(config),
-        "precision chart": [dataclasses.asdict(row) for row in chart],
+        "precision chart": chart_records(chart),
     }
 
 

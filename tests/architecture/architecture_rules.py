@@ -10,7 +10,7 @@ from source_tree import PACKAGE, Module, project_imports
 
 # From the bottom up: a module may import what is on its own layer or below. The longest name that fits counts.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    (f"{PACKAGE}.config", f"{PACKAGE}.errors"),
+    (f"{PACKAGE}.config", f"{PACKAGE}.errors", f"{PACKAGE}.extras"),
     (
         f"{PACKAGE}.checkpoint.manifest",
         f"{PACKAGE}.checkpoint.directory",
@@ -20,6 +20,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         f"{PACKAGE}.checkpoint.start",
         f"{PACKAGE}.precision.policy",
         f"{PACKAGE}.precision.chart",
+        f"{PACKAGE}.precision.chart_labels",
+        f"{PACKAGE}.precision.chart_rows",
         f"{PACKAGE}.train.state",
         f"{PACKAGE}.planner",
     ),
@@ -30,7 +32,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "pretrain",
         "tools",
-        *(f"{PACKAGE}.{part}" for part in ("bench", "compare", "doctor", "evaluate", "generate", "hf")),
+        f"{PACKAGE}.__main__",
+        *(f"{PACKAGE}.{part}" for part in ("commands", "bench", "compare", "doctor", "evaluate", "generate", "hf")),
     ),
 )
 # What has to answer on a machine, and in a time, where torch cannot be imported.

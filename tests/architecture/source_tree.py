@@ -12,7 +12,7 @@ PACKAGE = "megatron_fp8"
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name: a dotted path; `lazy` when it stands inside a function."""
+    """One imported name: a dotted path; `lazy` inside a function, or where only type checkers look."""
 
     name: str
     line: int
@@ -76,5 +76,6 @@ def _imports(node: ast.AST, package: str, lazy: bool) -> Iterator[Import]:
             for alias in child.names:
                 yield Import(f"{base}.{alias.name}", child.lineno, lazy)
         else:
-            inside = lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            types_only = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            inside = lazy or types_only or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
             yield from _imports(child, package, inside)

@@ -14,7 +14,10 @@ GOOD = {
     "megatron_fp8/config/schema.py": '"""Schema."""\nVALUE = 1\n',
     "megatron_fp8/config/load.py": '"""Load."""\nimport os\nHOME = os.environ["HOME"]\n',
     "megatron_fp8/device.py": '"""Device."""\nimport torch\nNAME = "cuda" if torch.cuda.is_available() else "cpu"\n',
-    "megatron_fp8/precision/__init__.py": "",
+    "megatron_fp8/precision/__init__.py": (
+        '"""Precision."""\nfrom typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n'
+        "    from megatron_fp8.precision.manager import policy\n"
+    ),
     "megatron_fp8/precision/policy.py": '"""Policy."""\nfrom megatron_fp8.config.schema import VALUE\n',
     "megatron_fp8/precision/manager.py": '"""Manager."""\nimport torch\nfrom megatron_fp8.precision import policy\n',
     "megatron_fp8/data/check.py": '"""Check."""\nfrom megatron_fp8.config import schema\n',

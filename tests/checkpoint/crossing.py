@@ -19,11 +19,12 @@ from typing import Any
 from megatron_fp8.checkpoint.difference import differences
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.saved_model import InferenceSettings, read_config
+from megatron_fp8.commands import checkpoint as tool
+from tests.command_line import exit_code
 from tests.evaluate.models import measured, model_config, write_text
 from tests.generate.models import continuations
 from tests.hf.our_models import convert, make_parts, train_and_save
 from tests.ranks import run_on_ranks
-from tools import checkpoint as tool
 
 TP2_PP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
@@ -90,10 +91,10 @@ def tokens(path: Path) -> list[list[int]]:
 
 
 def checkpoint_tool(*arguments: object) -> tuple[int, Any]:
-    """(exit code, what it says) of `tools/checkpoint.py ARGUMENTS --json`."""
+    """(exit code, what it says) of `megatron-fp8 checkpoint ARGUMENTS --json`."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        code = tool.main([*map(str, arguments), "--json"])
+        code = exit_code(tool.main, *arguments, "--json")
     return code, json.loads(output.getvalue())
 
 

@@ -1,4 +1,4 @@
-"""tools/checkpoint.py as a person calls it: what it says of real checkpoints, whole, damaged and different ones."""
+"""`megatron-fp8 checkpoint` on real checkpoints: intact, corrupt, and different ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fp8.commands import checkpoint as tool
 from tests.checkpoint.training import STEPS_BEFORE, checkpoint_config, save_on_this_rank, train_on_this_rank
+from tests.command_line import exit_code
 from tests.ranks import run_on_ranks
-from tools import checkpoint as tool
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
@@ -58,7 +59,7 @@ def runs(written: Path, tmp_path: Path) -> Path:
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    code = tool.main([str(argument) for argument in arguments])
+    code = exit_code(tool.main, *arguments)
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -244,12 +245,12 @@ def test_a_foreign_index_is_refused_and_not_run(runs: Path, capsys: pytest.Captu
 
 def test_all_but_diff_run_where_torch_cannot_be_imported(runs: Path) -> None:
     (runs / "torch.py").write_text("raise ImportError('torch was imported')")
-    script = Path(tool.__file__)
+    root = Path(tool.__file__).parents[2]
     for command in ("inspect", "verify", "latest"):
         done = subprocess.run(
-            [sys.executable, str(script), command, "one"],
+            [sys.executable, str(root / "tools/checkpoint.py"), command, "one"],
             cwd=runs,
-            env={"PYTHONPATH": f"{runs}:{script.parent.parent}", "PATH": ""},
+            env={"PYTHONPATH": f"{runs}:{root}", "PATH": ""},
             capture_output=True,
             text=True,
             check=False,

@@ -15,12 +15,13 @@ import torch.distributed.checkpoint as dcp
 
 from megatron_fp8.checkpoint.index import read_index
 from megatron_fp8.checkpoint.saved_model import read_config
+from megatron_fp8.commands import checkpoint as tool
 from megatron_fp8.config.schema import ParallelConfig
 from tests.checkpoint import training
 from tests.checkpoint.test_reshard import pieces_and_scaling, scaling, whole
 from tests.checkpoint.training import Trained, train_on_this_rank
+from tests.command_line import exit_code
 from tests.ranks import run_on_ranks
-from tools import checkpoint as tool
 
 ARCHIVE = Path(__file__).parent / "format_1" / "checkpoint.tar.xz"
 STEPS, VOCAB_SIZE = 3, 64
@@ -68,7 +69,7 @@ def test_every_element_is_taken_over(written: Path, world_size: int, parallel: d
 
 
 def test_tools_read_it(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main(["verify", str(written)]) == 0
-    assert tool.main(["inspect", str(written)]) == 0
+    assert exit_code(tool.main, "verify", written) == 0
+    assert exit_code(tool.main, "inspect", written) == 0
     assert "megatron-core 0.16.1" in capsys.readouterr().out
-    assert tool.main(["diff", str(written), str(written)]) == 0
+    assert exit_code(tool.main, "diff", written, written) == 0

@@ -187,7 +187,7 @@ def test_another_format_takes_over_the_weights_and_says_what_of_scales_it_does_n
     train("one", make_config("one", FP8, {}), tmp_path)
     saved = tmp_path / f"iter_{STEPS_BEFORE:07d}"
     (resumed,) = train("one", make_config("one", {"mode": "bf16"}, {}), None, saved)
-    assert resumed.notes == ["the FP8 scaling state is not used: this run has no FP8"]
+    assert resumed.notes == ["the saved FP8 scaling state is not used: this run has no FP8"]
     (mxfp8,) = train("one", make_config("one", {"mode": "fp8", "fp8_recipe": "tensorwise"}, {}), None, saved)
     assert mxfp8.probe[2] == resumed.probe[2]
 

@@ -67,7 +67,7 @@ def test_ranks_killed_while_they_import_the_libraries(tiny: Tiny, tmp_path: Path
     """Under torchrun's command line, whose ranks start from nothing."""
     plan = [
         signalled("megatron_fp8/device.py", "prepare", "return", rank=1, early=True),
-        signalled("parallel/rendezvous.py", "store_of_this_start", "return", rank=0, early=True),
+        signalled("parallel/process_group.py", "store_of_this_launch", "return", rank=0, early=True),
         signalled(*SAVE_BEGINS, count=2, rank=1),
     ]
     check_plan(tiny, tmp_path, plan, cold=True)
@@ -87,7 +87,7 @@ def test_twenty_kills(tiny: Tiny, tmp_path: Path) -> None:
     plan = [
         signalled("", killed_pretrain.START, "call", rank=anyone()),
         signalled("megatron_fp8/device.py", "prepare", "return", rank=anyone(), early=True),
-        signalled("parallel/rendezvous.py", "store_of_this_start", "return", rank=anyone(), early=True),
+        signalled("parallel/process_group.py", "store_of_this_launch", "return", rank=anyone(), early=True),
         signalled(*BUILT, rank=anyone()),
         signalled(*EVALUATION, rank=anyone()),
         signalled(*STEP, rank=anyone()),

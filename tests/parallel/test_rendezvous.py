@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
-from megatron_fp8.parallel.rendezvous import ConnectError, store_of_this_start
+from megatron_fp8.parallel.process_group import ConnectError, store_of_this_launch
 
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.5)
 
@@ -18,7 +18,7 @@ def start(server: TCPStore, world_size: int) -> list[Store]:
 
     def of(rank: int) -> Store:
         client = TCPStore("localhost", server.port, is_master=False, timeout=LONG)
-        return store_of_this_start(client, rank, world_size, LONG)
+        return store_of_this_launch(client, rank, world_size, LONG)
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(of, reversed(range(world_size))))
@@ -47,14 +47,14 @@ def test_a_start_whose_ranks_were_killed_half_way_leaves_nothing_that_counts() -
 
 def test_who_did_not_come_is_named() -> None:
     store = HashStore()
-    with pytest.raises(ConnectError, match=r"2 of 3 ranks did not come within .*: 1, 2"):
-        store_of_this_start(store, 0, 3, SHORT)
+    with pytest.raises(ConnectError, match=r"2 of 3 ranks did not connect within .*: 1, 2"):
+        store_of_this_launch(store, 0, 3, SHORT)
     # One of the start before had come.
     store.set("question of rank 1", "of the start before")
-    with pytest.raises(ConnectError, match=r"2 of 3 ranks did not come within .*: 1, 2"):
-        store_of_this_start(store, 0, 3, SHORT)
+    with pytest.raises(ConnectError, match=r"2 of 3 ranks did not connect within .*: 1, 2"):
+        store_of_this_launch(store, 0, 3, SHORT)
 
 
 def test_a_rank_says_when_rank_0_does_not_come() -> None:
-    with pytest.raises(ConnectError, match=r"rank 0 did not come within 0\.5 s"):
-        store_of_this_start(HashStore(), 1, 2, SHORT)
+    with pytest.raises(ConnectError, match=r"rank 0 did not connect within 0\.5 s"):
+        store_of_this_launch(HashStore(), 1, 2, SHORT)

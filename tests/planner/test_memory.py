@@ -13,7 +13,7 @@ from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.planner.activations import activation_sizes
 from megatron_fp8.planner.gpus import GPUS
-from megatron_fp8.planner.memory import WORKING, StageMemory, stage_memories
+from megatron_fp8.planner.memory import MemoryKind, StageMemory, stage_memories
 from tests.planner.held import held_by_rank, peak_of_step
 from tests.ranks import run_on_ranks
 from tests.small_run import VOCAB_SIZE, run_small, small_config
@@ -88,19 +88,19 @@ def observe(config: Config) -> dict[str, Any]:
 
 
 def for_backward(planned: StageMemory) -> float:
-    return planned.by_kind["activations"] + planned.by_kind["logits"]
+    return planned.by_kind[MemoryKind.ACTIVATIONS] + planned.by_kind[MemoryKind.LOGITS]
 
 
 def at_most(planned: StageMemory) -> float:
     # Messages and working memory are gone when a forward pass ends.
-    return planned.total - planned.by_kind["communication"] - planned.by_kind[WORKING]
+    return planned.total - planned.by_kind[MemoryKind.COMMUNICATION] - planned.by_kind[MemoryKind.WORKING]
 
 
 def kept(planned: StageMemory, config: Config) -> float:
     size = at_most(planned) - for_backward(planned)
     # TE makes the columns of FP8 weights in blocks anew in each step.
     gone = config.precision.fp8_param_gather and config.precision.fp8_recipe == "blockwise"
-    return size - planned.by_kind["FP8 transposes"] if gone else size
+    return size - planned.by_kind[MemoryKind.FP8_TRANSPOSES] if gone else size
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES])
@@ -209,7 +209,7 @@ def test_the_whole_of_what_a_run_holds_was_planned(case: str) -> None:
     planned = stage_memories(config, derive_layout(config, world_size, VOCAB_SIZE), gpu)
     for observed in run_on_ranks(world_size, observe, config):
         stage = planned[observed["stage"]]
-        size = stage.total - stage.by_kind[WORKING] - gpu.gemm_workspace_bytes
+        size = stage.total - stage.by_kind[MemoryKind.WORKING] - gpu.gemm_workspace_bytes
         assert observed["at most"] - gpu.gemm_workspace_bytes == pytest.approx(size, rel=0.05)
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.schema import Config
-from megatron_fp8.planner.communication import Traffic, step_traffic
+from megatron_fp8.planner.communication import step_traffic
+from megatron_fp8.precision.chart_rows import Collective, Group
 from tests.precision.observed import observed_collectives
 from tests.ranks import run_on_ranks
 from tests.small_run import VOCAB_SIZE, batches, run_small, small_config
@@ -82,9 +83,13 @@ def observe(config: Config) -> tuple[int, Counter]:
     return record.coordinates["pp"], record.probe
 
 
-def collective(item: Traffic) -> str:
-    names = ("all-reduce", "reduce-scatter", "all-gather", "send")
-    return next(name for name in names if name in item.name)
+COLLECTIVES = {
+    Collective.ALL_REDUCE: "all-reduce",
+    Collective.ALL_REDUCE_MAX: "all-reduce",
+    Collective.REDUCE_SCATTER: "reduce-scatter",
+    Collective.ALL_GATHER: "all-gather",
+    Collective.SEND: "send",
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -95,11 +100,12 @@ def test_ranks_send_what_was_planned(case: str) -> None:
     for stage, observed in run_on_ranks(world_size, observe, config):
         planned: Counter = Counter()
         for item in step_traffic(config, layout, stage):
-            # The amax group and that of the tied embedding are none of the named ones, nor is the former with TP 1.
-            group = {"TP": "tp", "PP": "pp", "DP": "dp"}.get(item.group, "other")
-            if item.group == "TP x DP" and layout.tensor_model_parallel_size == 1:
+            # The groups of amaxes and of the tied embedding have no name here; with TP 1 the former is that of DP.
+            message = item.message
+            group = {Group.TP: "tp", Group.PP: "pp", Group.DP: "dp"}.get(message.group, "other")
+            if message.group is Group.TP_AND_DP and layout.tensor_model_parallel_size == 1:
                 group = "dp"
-            planned[group, collective(item)] += item.tensor_bytes
+            planned[group, COLLECTIVES[message.collective]] += item.tensor_bytes
         found: Counter = Counter()
         for (group, name, _), size in observed.items():
             found[group, name] += size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -12,8 +13,9 @@ import pytest
 
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.schema import Config
-from megatron_fp8.precision.chart.chart import format_chart, precision_chart
-from megatron_fp8.precision.chart.rows import ChartRow
+from megatron_fp8.precision.chart import GEMM_OPERANDS, precision_chart
+from megatron_fp8.precision.chart_labels import LABELS, chart_records, format_chart, row_format, row_label
+from megatron_fp8.precision.chart_rows import ChartRow, Collective, Format, Group, Per, Section, Tensor
 from tests.precision.observed import observed_activations, observed_collectives, observed_gemms
 from tests.ranks import run_on_ranks
 from tests.small_run import VOCAB_SIZE, batches, run_small, small_config
@@ -61,13 +63,9 @@ def chart_of(config: Config, world_size: int = 1) -> list[ChartRow]:
     return precision_chart(config, derive_layout(config, world_size, VOCAB_SIZE))
 
 
-def find(rows: list[ChartRow], tensor: str) -> ChartRow:
-    (row,) = (row for row in rows if row.tensor == tensor)
+def find(rows: list[ChartRow], tensor: Tensor, **fields: Any) -> ChartRow:
+    (row,) = (row for row in rows if row.tensor is tensor and all(getattr(row, n) is v for n, v in fields.items()))
     return row
-
-
-def format_name(row: ChartRow) -> str:
-    return row.format.partition(",")[0]
 
 
 def probe_rank(parts: Any) -> dict[str, Any]:
@@ -161,30 +159,31 @@ def test_gemm_operands(mode: str, one_rank: Any) -> None:
     config = config_of(mode)
     rows = chart_of(config)
     layers_in_fp8 = 1 if mode == "first and last in bf16" else NUM_LAYERS
+    outside = find(rows, Tensor.HEAD_OPERANDS).format.value
+    count_outside = (1 + 4 * (NUM_LAYERS - layers_in_fp8)) * NUM_MICROBATCHES
     expected: Counter = Counter()
-    for gemm, operands in {"fprop": "input weight", "dgrad": "grad weight", "wgrad": "grad input"}.items():
-        for operand in operands.split():
-            name = format_name(find(rows, f"{gemm} {operand}"))
-            expected[gemm, operand, name] += 4 * layers_in_fp8 * NUM_MICROBATCHES
-            outside = format_name(find(rows, "head's operands"))
-            expected[gemm, operand, outside] += (1 + 4 * (NUM_LAYERS - layers_in_fp8)) * NUM_MICROBATCHES
+    for gemm, operands in GEMM_OPERANDS.items():
+        for operand in operands:
+            row = find(rows, Tensor.GEMM_OPERAND, gemm=gemm, operand=operand)
+            expected[gemm.value, operand.name.lower(), row.format.value] += 4 * layers_in_fp8 * NUM_MICROBATCHES
+            expected[gemm.value, operand.name.lower(), outside] += count_outside
     assert one_rank(mode)["gemms"] == expected
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_kept_of_each_parameter(mode: str, one_rank: Any) -> None:
     rows, observed = chart_of(config_of(mode)), one_rank(mode)
-    torch_names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "e4m3": "e4m3"}
+    torch_names = {Format.FP32: "float32", Format.BF16: "bfloat16", Format.FP16: "float16", Format.E4M3: "e4m3"}
     state = observed["state"]
-    for tensor, key in (("optimizer's first moment", "exp_avg"), ("optimizer's second moment", "exp_avg_sq")):
-        assert state[key] == (torch_names[format_name(find(rows, tensor))], observed["parameters"])
-    assert observed["gradients"] == {f"torch.{torch_names[format_name(find(rows, 'weight gradients'))]}"}
-    masters = find(rows, "master weights")
+    for tensor, key in ((Tensor.FIRST_MOMENT, "exp_avg"), (Tensor.SECOND_MOMENT, "exp_avg_sq")):
+        assert state[key] == (torch_names[find(rows, tensor).format], observed["parameters"])
+    assert observed["gradients"] == {f"torch.{torch_names[find(rows, Tensor.WEIGHT_GRADS).format]}"}
+    masters = find(rows, Tensor.MASTER_WEIGHTS)
     if mode == "fp32":
         assert masters.size == 0
         assert "master_param" not in state
     else:
-        assert state["master_param"] == (torch_names[format_name(masters)], observed["parameters"])
+        assert state["master_param"] == (torch_names[masters.format], observed["parameters"])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -193,15 +192,20 @@ def test_what_is_kept_for_backward(mode: str, one_rank: Any) -> None:
 
 
 def assert_kept(rows: list[ChartRow], observed: Counter, num_tokens: int) -> None:
-    kept = [row for row in rows if row.section == "kept for backward"]
+    kept = [row for row in rows if row.section is Section.KEPT_FOR_BACKWARD]
     expected = sum(row.size for row in kept) * num_tokens
     # Counters, random states and scales of whole tensors are a few bytes each.
     assert sum(observed.values()) == pytest.approx(expected, abs=200)
-    fp8 = sum(row.size for row in kept if format_name(row) in ("e4m3", "e5m2")) * num_tokens
+    fp8 = sum(row.size for row in kept if row.format.is_fp8) * num_tokens
     assert observed["bytes"] <= fp8
     assert observed["bytes"] >= fp8 / 1.04
 
 
+COLLECTIVES = {
+    Collective.ALL_REDUCE: "all-reduce",
+    Collective.REDUCE_SCATTER: "reduce-scatter",
+    Collective.ALL_GATHER: "all-gather",
+}
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
@@ -216,12 +220,11 @@ def test_tensor_parallel_messages(mode: str, sequence_parallel: bool) -> None:
     rows = chart_of(config, 2)
     expected: Counter = Counter()
     for row in rows:
-        if row.section != "communication" or not row.tensor.startswith("TP"):
+        if row.group is not Group.TP or row.collective is None:
             continue
-        collective = row.tensor.split()[1].strip(",")
-        count = {"token": NUM_TOKENS, "token and layer": NUM_LAYERS * NUM_TOKENS}.get(row.per)
+        count = {Per.TOKEN: NUM_TOKENS, Per.TOKEN_AND_LAYER: NUM_LAYERS * NUM_TOKENS}.get(row.per)
         if count is not None:  # amaxes of one element are left out
-            expected[collective, format_name(row)] += row.size * count
+            expected[COLLECTIVES[row.collective], row.format.value] += row.size * count
     found: Counter = Counter()
     for (group, collective, name), size in observed["collectives"].items():
         if group == "tp":
@@ -236,7 +239,7 @@ def test_tensor_parallel_messages(mode: str, sequence_parallel: bool) -> None:
     assert found == expected
     if mode == "delayed":
         others = sum(size for (group, _, _), size in observed["collectives"].items() if group == "other")
-        assert others == NUM_LAYERS * find(rows, "amax all-reduce (maximum)").size
+        assert others == NUM_LAYERS * find(rows, Tensor.AMAXES).size
     assert_kept(rows, observed["activations"], 2 * 128)
 
 
@@ -249,23 +252,24 @@ def test_data_parallel_messages(mode: str, distributed: bool) -> None:
     rows = chart_of(config, 2)
     observed = run_on_ranks(2, observe, config)[0]
     found = observed["collectives"]
-    grads = "reduce-scatter" if distributed else "all-reduce"
-    row = find(rows, f"DP {grads} of gradients")
-    assert found["dp", grads, format_name(row)] == pytest.approx(row.size * observed["parameters"], rel=0.02)
+    grads = Collective.REDUCE_SCATTER if distributed else Collective.ALL_REDUCE
+    row = find(rows, Tensor.GRADS, group=Group.DP, collective=grads)
+    observed_grads = found["dp", COLLECTIVES[grads], row.format.value]
+    assert observed_grads == pytest.approx(row.size * observed["parameters"], rel=0.02)
     if distributed and mode != "primary weights":
-        row = find(rows, "DP all-gather of parameters")
-        size = found["dp", "all-gather", format_name(row)]
+        row = find(rows, Tensor.ALL_PARAMETERS, group=Group.DP, collective=Collective.ALL_GATHER)
+        size = found["dp", "all-gather", row.format.value]
         assert size == pytest.approx(row.size * observed["parameters"], rel=0.02)
     elif distributed:
         linear = NUM_LAYERS * sum(
             gemm.in_features * gemm.out_features for gemm in derive_layout(config, 2, VOCAB_SIZE).gemms
         )
         assert found["dp", "all-gather", "bytes"] == pytest.approx(
-            find(rows, "DP all-gather of FP8 layers' weights").size * linear, rel=0.02
+            find(rows, Tensor.FP8_PARAMETERS).size * linear, rel=0.02
         )
         assert found["dp", "all-gather", "bf16"] == pytest.approx(2 * (observed["parameters"] - linear), rel=0.02)
     if mode == "delayed":
-        amaxes = NUM_LAYERS * find(rows, "amax all-reduce (maximum)").size
+        amaxes = NUM_LAYERS * find(rows, Tensor.AMAXES).size
         buffers = 0 if distributed else 4 * observed["parameters"]
         assert found["dp", "all-reduce", "fp32"] == amaxes + buffers
     state = observed["state"]["exp_avg"]
@@ -276,10 +280,10 @@ def test_data_parallel_messages(mode: str, distributed: bool) -> None:
 def test_pipeline_messages(mode: str) -> None:
     config = config_of(mode, pipeline_model_parallel_size=2)
     config = config.model_copy(update={"model": config.model.model_copy(update={"num_layers": 2})})
-    row = find(chart_of(config, 2), "PP send and receive, each way")
+    row = find(chart_of(config, 2), Tensor.RESIDUAL_STREAM, group=Group.PP, collective=Collective.SEND)
     for observed in run_on_ranks(2, observe, config):
         sent = {key: size for key, size in observed["collectives"].items() if key[1] == "send"}
-        assert sent == {("pp", "send", row.format): row.size * NUM_TOKENS}
+        assert sent == {("pp", "send", row.format.value): row.size * NUM_TOKENS}
 
 
 def test_no_layer_recomputed_is_no_recomputation() -> None:
@@ -293,8 +297,36 @@ def test_no_layer_recomputed_is_no_recomputation() -> None:
 def test_the_text_has_every_row() -> None:
     rows = chart_of(config_of("delayed", **SP), 2)
     text = format_chart(rows)
-    assert all(row.tensor in text and row.format in text for row in rows)
+    assert all(row_label(row) in text and row_format(row) in text for row in rows)
     assert len(text.splitlines()) == len(rows) + len({row.section for row in rows})
+
+
+def test_records_are_json_with_typed_fields_and_labels() -> None:
+    rows = chart_of(config_of("delayed", **SP), 2)
+    records = json.loads(json.dumps(chart_records(rows)))
+    assert len(records) == len(rows)
+    assert records[0] == {
+        "section": "gemm_operands",
+        "tensor": "gemm_operand",
+        "format": "e4m3",
+        "size": 1.0,
+        "per": "element",
+        "scales": "fp32_per_tensor",
+        "gemm": "fprop",
+        "operand": "input",
+        "num_shards": 1,
+        "section_label": "GEMM operands",
+        "label": "fprop input",
+        "format_label": "e4m3, fp32 scale per tensor",
+        "per_label": "element",
+    }
+    gathered = [r for r in records if r["section"] == "communication" and r.get("collective") == "all_gather"]
+    assert {record["group"] for record in gathered} == {"tp"}
+    assert all(record["label"] == row_label(row) for record, row in zip(records, rows, strict=True))
+
+
+def test_no_two_members_share_a_label_within_their_kind() -> None:
+    assert len({(type(member), label) for member, label in LABELS.items()}) == len(LABELS)
 
 
 def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -326,7 +326,7 @@ def test_bf16_has_no_loss_scale_in_the_record(tmp_path: Path) -> None:
 )
 def test_a_run_that_only_skips_ends(scaling: dict[str, Any], message: str, tmp_path: Path) -> None:
     config = loop_config({"mode": "fp16", **scaling}, train_iters=40)
-    with pytest.raises(RankError, match="in 10 steps in a row") as error:
+    with pytest.raises(RankError, match="in 10 consecutive steps") as error:
         run_on_ranks(2, looped, config, str(tmp_path), frozenset(range(4, 41)))
     assert message in str(error.value)
     assert "precision.mode=bf16" in str(error.value)

@@ -32,7 +32,7 @@ def test_the_tenth_is_told_with_the_key(scaling: LossScaling, named: str) -> Non
     problem = overflow_problem(10, 1.0, scaling)
     assert problem is not None
     assert named in problem
-    assert "10 steps in a row" in problem
+    assert "10 consecutive steps" in problem
 
 
 def test_a_checkpoint_carries_the_count() -> None:

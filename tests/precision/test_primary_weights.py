@@ -119,7 +119,7 @@ def test_overlap_and_recompute_change_nothing() -> None:
 
 def storage_report(parts: Any) -> dict[str, Any]:
     """After training: in which buffer each weight lies, what else is kept of it, how far it is from its master."""
-    from megatron_fp8.precision.te_modules import linear_modules
+    from megatron_fp8.precision.te_recipe import linear_modules
 
     buffers = [buffer for chunk in parts.chunks for buffer in chunk.buffers]
     places = {buffer.param_data.untyped_storage().data_ptr(): buffer.param_data.dtype for buffer in buffers}

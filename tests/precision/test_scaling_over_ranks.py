@@ -29,7 +29,7 @@ def fp8_config(tp: int = 1, pp: int = 1, vpp: int | None = None, amax_reduction:
 def scaling_by_global_name(parts) -> State:
     """Scales and histories of this rank, exactly, by global layer number."""
     from megatron_fp8.model.build import global_name
-    from megatron_fp8.precision.state import scaling_states
+    from megatron_fp8.precision.delayed_scaling import scaling_states
 
     return {
         global_name(state.name, chunk.module.spec.first_layer): (state.scale.tolist(), state.amax_history.tolist())
@@ -92,9 +92,9 @@ def amaxes_on_four_ranks() -> list[float]:
     from megatron.core import parallel_state
 
     from megatron_fp8.parallel.groups import amax_group, build_groups
+    from megatron_fp8.precision.delayed_scaling import scaling_states
     from megatron_fp8.precision.manager import PrecisionManager
     from megatron_fp8.precision.policy import build_policy
-    from megatron_fp8.precision.state import scaling_states
 
     config = fp8_config(tp=2)
     groups = build_groups(config.parallel)
@@ -122,9 +122,9 @@ def test_the_largest_amax_of_all_ranks_counts() -> None:
 
 def micro_batches_of_one_step() -> list[float]:
     """Amaxes 3, 9, 2 in three micro-batches of one step: scales during the step, then history and scale."""
+    from megatron_fp8.precision.delayed_scaling import scaling_states
     from megatron_fp8.precision.manager import PrecisionManager
     from megatron_fp8.precision.policy import build_policy
-    from megatron_fp8.precision.state import scaling_states
 
     manager = PrecisionManager(build_policy(fp8_config().precision, 4), None, torch.device("cuda"))
     linear = small_linear()

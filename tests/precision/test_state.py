@@ -126,7 +126,7 @@ def test_state_of_ranks_on_their_own_is_merged_where_amaxes_are_reduced() -> Non
     saved = union(run_on_ranks(2, train_and_save, config_of(amax_reduction="off"), 2))
     ((notes, loaded),) = run_on_ranks(1, load, config_of(), saved)
     name = "layers.2.layernorm_mlp.scaling_bwd"
-    assert f"{name}: 2 ranks had their own: their largest amaxes, smallest scale" in notes
+    assert f"{name}: merged from 2 ranks (largest amaxes, smallest scale)" in notes
     both = [saved[f"{name}.amax_history@tp0of1.dp{rank}of2"] for rank in (0, 1)]
     assert torch.equal(loaded[f"{name}.amax_history"], torch.maximum(*both))
 
@@ -136,7 +136,7 @@ def test_another_history_length(length: int, dropped: int) -> None:
     (saved,) = run_on_ranks(1, train_and_save, config_of(), 3)
     ((notes, loaded),) = run_on_ranks(1, load, config_of(fp8_amax_history_len=length), saved)
     name = "layers.0.self_attention.proj.scaling_fwd"
-    expected = f"{name}: the {dropped} oldest amaxes do not fit into the history"
+    expected = f"{name}: the history is shorter and loses its {dropped} oldest amaxes"
     assert (expected in notes) == (dropped > 0)
     history, before = loaded[f"{name}.amax_history"], saved[f"{name}.amax_history"]
     kept = min(length, 4) - 1
@@ -159,18 +159,18 @@ def test_another_format_and_margin_convert_the_scales() -> None:
 def test_what_cannot_be_carried_over_is_said() -> None:
     (saved,) = run_on_ranks(1, train_and_save, config_of(bf16_layers=[1]), 2)
     ((notes, _),) = run_on_ranks(1, load, config_of(bf16_layers=[3]), saved)
-    assert len([note for note in notes if note.startswith("layers.1.") and "starts anew" in note]) == 6
+    assert len([note for note in notes if note.startswith("layers.1.") and "starting from scratch" in note]) == 6
     assert "layers.3 runs in BF16 here: its scaling state is not used" in notes
     ((notes, _),) = run_on_ranks(1, load, small_config(precision={"mode": "bf16"}), saved)
-    assert notes == ["the FP8 scaling state is not used: this run has no FP8"]
+    assert notes == ["the saved FP8 scaling state is not used: this run has no FP8"]
     ((notes, _),) = run_on_ranks(1, load, config_of(), {})
-    assert notes == ["no FP8 scaling state was saved: all scales start anew"]
+    assert notes == ["no FP8 scaling state was saved: all scales start from scratch"]
 
 
 def test_state_of_another_model_is_refused() -> None:
     (saved,) = run_on_ranks(1, train_and_save, config_of(), 1)
     name = "layers.0.layernorm_mlp.scaling_fwd.amax_history"
-    with pytest.raises(AssertionError, match="this is the state of another model"):
+    with pytest.raises(AssertionError, match="the state belongs to another model"):
         run_on_ranks(1, load, config_of(), {**saved, name: saved[name][:, :3]})
 
 

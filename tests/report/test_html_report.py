@@ -220,7 +220,9 @@ def test_nothing_from_the_runs_is_markup(tmp_path: Path) -> None:
         {
             "event": "start",
             EVIL: EVIL,
-            "precision chart": [dict.fromkeys(("section", "tensor", "per", "format"), EVIL) | {"size": 1.0}],
+            "precision chart": [
+                dict.fromkeys(("section_label", "label", "per_label", "format_label"), EVIL) | {"size": 1.0}
+            ],
         },
         {"event": "train", "iteration": 1, EVIL.replace("/", ""): 3.0, "lm loss": 3.0},
         {"event": "validation", "iteration": 1, f"lm loss validation/{EVIL}": 1.0, "lm loss validation/b": 1.0},

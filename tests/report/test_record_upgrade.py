@@ -39,13 +39,13 @@ def test_the_record_of_an_old_run_has_lists_and_numbers() -> None:
     assert start["precision"]["description"].startswith("fp8 delayed hybrid, history 4, emulated; 8 of 8")
     rows = start["precision chart"]
     assert rows[0] == {
-        "section": "GEMM operands",
-        "tensor": "fprop input",
-        "format": "e4m3, fp32 scale per tensor",
+        "section_label": "GEMM operands",
+        "label": "fprop input",
+        "format_label": "e4m3, fp32 scale per tensor",
         "size": 1.0,
-        "per": "element",
+        "per_label": "element",
     }
-    assert {row["section"] for row in rows} >= {"communication", "parameters", "kept for backward", "logits"}
+    assert {row["section_label"] for row in rows} >= {"communication", "parameters", "kept for backward", "logits"}
 
 
 def test_an_old_run_has_a_report_and_lines() -> None:

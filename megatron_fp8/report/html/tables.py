@@ -212,7 +212,7 @@ def profiles(run: Run) -> list[tuple[str, str]]:
 def chart(run: Run) -> list[tuple[str, list[dict[str, Any]]]]:
     """The precision chart's rows by section."""
     rows = run.start.get(_CHART)
-    by_section = itertools.groupby(rows if isinstance(rows, list) else [], key=lambda row: row["section"])
+    by_section = itertools.groupby(rows if isinstance(rows, list) else [], key=lambda row: row["section_label"])
     return [(section, list(members)) for section, members in by_section]
 
 
