@@ -13,8 +13,8 @@ import pyarrow.parquet
 from megatron_fp8.prepare.input_files import JSONL, PARQUET, InputError, InputFile, Stream
 
 BLOCK_BYTES = 2**20
-MAX_TEXT_BYTES = 2**28
-"""Of a line or a text file. A text is encoded in one call, in which libraries take many times its size in memory."""
+MAX_TEXT_BYTES = 2**26
+"""Of a line or a text file. A text is encoded in one call, in which libraries take over a hundred times its size."""
 _MAX_ROWS = 10_000
 
 
