@@ -16,7 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 from transformer_engine.pytorch import Float8Quantizer, Float8Tensor
 
-from megatron_fp8.checkpoint.placement import Box, Placement, whole_box
+from megatron_fp8.checkpoint.parameter_boxes import Box, Placement, whole_box
 from megatron_fp8.checkpoint.plain_index import FP8_WEIGHT, FP8_WEIGHT_SCALE
 from megatron_fp8.checkpoint.tensor_files import NewPiece
 from megatron_fp8.config.layout import Layout

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_fp8.checkpoint.manifest import CheckpointError
-from megatron_fp8.checkpoint.placement import Box, whole_box
+from megatron_fp8.checkpoint.parameter_boxes import Box, whole_box
 from megatron_fp8.checkpoint.plain_index import INDEX, PRECISION, Piece, read_plain_index
 
 

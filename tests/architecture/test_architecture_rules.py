@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import architecture_rules
 import pytest
 from architecture_rules import all_violations
 from source_tree import read_modules
@@ -104,6 +105,18 @@ SCHEMA = "megatron_fp8/config/schema.py"
         (MODEL, '"""B."""\n' + "X = 1\n" * 300, f"{MODEL}:1: 301 lines"),
         (MODEL, LONG_FUNCTION, f"{MODEL}:4: long has 61 lines"),
         (MODEL, "X = 1\n", f"{MODEL}:1: no module docstring"),
+        (
+            "megatron_fp8/data/manager.py",
+            '"""M."""\n',
+            "megatron_fp8/precision/manager.py:1: megatron_fp8/data/manager.py",
+        ),
+        (MODEL, '"""B."""\ndef f(x):\n    x.config.timers = 1\n', f"{MODEL}:3: writes x.config.timers"),
+        (MODEL, '"""B."""\ndef f(x):\n    del x.get_grad_norm\n', f"{MODEL}:3: writes x.get_grad_norm"),
+        (MODEL, '"""B."""\nimport torch as t\nt.save = 1\n', f"{MODEL}:3: writes t.save"),
+        (MODEL, '"""B."""\ndef f(x):\n    setattr(x, "a", 1)\n', f"{MODEL}:3: writes setattr(x)"),
+        (MODEL, '"""B."""\nclass A:\n    a: int\n\n\ndef f(x):\n    x.a = 1\n', None),
+        (MODEL, '"""B."""\nclass A:\n    def f(self):\n        self.a = 1\n', None),
+        ("megatron_fp8/cpu/cuda.py", '"""C."""\nimport torch\ntorch.save = 1\n', None),
     ],
 )
 def test_what_is_planted_is_found(tmp_path: Path, name: str, text: str, expected: str | None) -> None:
@@ -122,3 +135,22 @@ def test_circles_of_imports_are_found_once_and_inside_functions_too(tmp_path: Pa
     }
     (found,) = violations(tmp_path, files)
     assert "megatron_fp8.model.a -> megatron_fp8.model.b -> megatron_fp8.model.c -> megatron_fp8.model.a" in found
+
+
+@pytest.fixture(autouse=True)
+def nothing_reviewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture_rules, "FOREIGN_WRITES", {})
+
+
+def test_a_reviewed_write_that_is_gone_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "megatron_fp8/precision/tap.py"
+    monkeypatch.setattr(architecture_rules, "FOREIGN_WRITES", {path: ("setattr(module)",)})
+    assert violations(tmp_path, {path: '"""T."""\ndef f(m):\n    setattr(m, "a", 1)\n'}) == [
+        f"{path}:3: writes setattr(m): a patch, which FOREIGN_WRITES has to list",
+        f"{path}:1: FOREIGN_WRITES lists setattr(module)",
+    ]
+
+
+def test_a_package_that_grows_beyond_its_limits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture_rules, "MAX_FILES", len(GOOD) - 3)
+    assert violations(tmp_path, {})[0].startswith("megatron_fp8:1: 13 files of ")

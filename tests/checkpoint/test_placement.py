@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fp8.checkpoint.placement import Placement
+from megatron_fp8.checkpoint.parameter_boxes import Placement
 from megatron_fp8.model.sharding import ParameterSharding
 
 SHARDINGS = [
