@@ -15,7 +15,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         f"{PACKAGE}.checkpoint.manifest",
         f"{PACKAGE}.checkpoint.directory",
         f"{PACKAGE}.checkpoint.plain_index",
-        f"{PACKAGE}.checkpoint.reading",
         f"{PACKAGE}.checkpoint.saved_model",
         f"{PACKAGE}.checkpoint.resume",
         f"{PACKAGE}.precision.policy",
