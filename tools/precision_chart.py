@@ -8,7 +8,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from megatron_fp8.config.formats import describe_formats
+from megatron_fp8.config.fp8_formats import describe_formats
 from megatron_fp8.config.load import load_config
 from megatron_fp8.config.problem import ConfigError
 from megatron_fp8.data.check_data import check_data

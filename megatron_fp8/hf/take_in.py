@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from megatron_fp8 import __version__
 from megatron_fp8.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import Manifest
-from megatron_fp8.config.dump import dump_config
+from megatron_fp8.config.load import dump_config
 from megatron_fp8.config.schema import Config, ModelConfig
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf.export import MASTER
