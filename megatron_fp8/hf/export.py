@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fp8.checkpoint.manifest import CheckpointError, damage
-from megatron_fp8.checkpoint.saved_model import MASTER, kept_checkpoint, read_config
+from megatron_fp8.checkpoint.manifest import CheckpointError, find_corruption
+from megatron_fp8.checkpoint.plain_index import MASTER
+from megatron_fp8.checkpoint.saved_model import kept_checkpoint, read_config
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.tokenizer import AUTO, END_OF_DOCUMENT, HUGGING_FACE, Tokenizer
 from megatron_fp8.errors import BadInputError
@@ -24,7 +25,7 @@ from megatron_fp8.hf.workplace import new_folder, require_new
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_fp8.checkpoint.whole_tensors import TensorReader
+    from megatron_fp8.checkpoint.tensor_files import TensorReader
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -61,7 +62,7 @@ def export_checkpoint(
     """Write the model of the checkpoint that `path` means into the new `folder`.
 
     `on_tensor` is told each tensor of ours that was written, and how many there are. Raises BadInputError or
-    CheckpointError, and leaves nothing behind, when the checkpoint is damaged or of a model that cannot be expressed.
+    CheckpointError, and leaves nothing behind, when the checkpoint is corrupt or of a model that cannot be expressed.
     """
     require_new(folder)
     with kept_checkpoint(path) as checkpoint:
@@ -75,11 +76,11 @@ def _export(
     tokenizer = _tokenizer(config, settings) if settings.with_tokenizer else None
     # Every key that cannot be expressed, before a byte of the weights is read.
     config_json(config.model, vocab_size=1)
-    problems = list(damage(checkpoint, contents=settings.verify))
+    problems = list(find_corruption(checkpoint, contents=settings.verify))
     if problems:
-        raise CheckpointError(f"the checkpoint is damaged: {'; '.join(problems)}")
+        raise CheckpointError(f"the checkpoint is corrupt: {'; '.join(problems)}")
 
-    from megatron_fp8.checkpoint.whole_tensors import TensorReader
+    from megatron_fp8.checkpoint.tensor_files import TensorReader
     from megatron_fp8.hf.shards import DTYPES, write_shards
 
     reader = TensorReader(checkpoint)

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_fp8.checkpoint.index import write_index
 from megatron_fp8.checkpoint.manifest import write_sums
-from megatron_fp8.checkpoint.pieces import NewPiece, WrittenPiece, write_pieces
+from megatron_fp8.checkpoint.tensor_files import NewPiece, WrittenPiece, write_index, write_pieces
 from megatron_fp8.hf.groups import Shape
 
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_fp8 import __version__
-from megatron_fp8.checkpoint.directory import CheckpointDirectory
+from megatron_fp8.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import Manifest
-from megatron_fp8.checkpoint.start import CHECKPOINTS
 from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.schema import Config, ModelConfig
 from megatron_fp8.errors import BadInputError

@@ -40,7 +40,7 @@ def start_record(config: Config, layout: Layout, device: Device, run_directory: 
         "versions": versions(),
         "code": code_version(),
         **_deterministic_mode(config),
-        "precision chart": [*chart_records(chart)],
+        "precision chart": chart_records(chart),
     }
 
 

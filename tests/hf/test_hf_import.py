@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from megatron_fp8.checkpoint.start import choose_start
+from megatron_fp8.checkpoint.resume import choose_start
 from megatron_fp8.config.continuation import compare_with_saved
 from megatron_fp8.config.load import load_config
 from tests.hf.our_models import convert, logits_of

@@ -14,9 +14,8 @@ import pytest
 import yaml
 from config_samples import SMALL, VOCAB_SIZE, write
 
-from megatron_fp8.checkpoint.start import choose_start
+from megatron_fp8.commands.train import Command, parse_command_line
 from megatron_fp8.config.check import DataReport
-from megatron_fp8.config.cli import Command, parse_command_line
 from megatron_fp8.config.fields import config_fields
 from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.problem import Problem
@@ -43,7 +42,7 @@ def plan(loaded: LoadedConfig, world_size: int | None) -> tuple[str, list[Proble
 
 def parse(*arguments: object, environ: Mapping[str, str] | None = None) -> Command:
     """The command of a correct line."""
-    return parse_command_line([str(argument) for argument in arguments], environ or {}, good_data, choose_start, plan)
+    return parse_command_line([str(argument) for argument in arguments], environ or {}, check_data=good_data)
 
 
 def exit_code(*arguments: object, environ: Mapping[str, str] | None = None) -> int | str | None:
@@ -105,7 +104,7 @@ def test_a_mistake_ends_with_code_2_and_a_message_on_standard_error(
 def test_data_config_and_run_directory_are_reported_together(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (path.parent / "runs" / "small").mkdir(parents=True)
     with pytest.raises(SystemExit):
-        parse_command_line([str(path), "optimizer.min_lr=1"], {}, bad_data, choose_start, plan)
+        parse_command_line([str(path), "optimizer.min_lr=1"], {}, check_data=bad_data)
     error = capfd.readouterr().err
     assert "3 mistakes" in error
     assert f"data.train_data_path = [data/train]  ({path}:17)" in error
@@ -204,19 +203,15 @@ def test_one_rank_speaks_and_all_end(
 
 PROGRAM = """
 import sys, time
-from megatron_fp8.config.cli import parse_command_line
-from megatron_fp8.checkpoint.start import choose_start
+from megatron_fp8.commands.train import parse_command_line
 from megatron_fp8.config.load import process_environment
 from megatron_fp8.config.check import DataReport
 if "real" in sys.argv[1]:
     from megatron_fp8.data.check_data import check_data
 else:
     check_data = lambda config: DataReport(1000, ())
-def plan(loaded, world_size):
-    from megatron_fp8.planner.plan_report import describe_plan
-    return describe_plan(loaded, world_size, check_data)
 try:
-    parse_command_line(sys.argv[2:], process_environment(), check_data, choose_start, plan)
+    parse_command_line(sys.argv[2:], process_environment(), check_data=check_data)
 finally:
     heavy = {"torch", "transformer_engine", "megatron", "transformer_engine_torch"} & set(sys.modules)
     print("HEAVY", sorted(heavy), "SECONDS", time.process_time())

@@ -1,8 +1,9 @@
-"""Owns the form of the command line: its options, their help, the list of all config keys. Imports no torch."""
+"""Options of the command that trains, their help, and the list of all config keys. Imports no torch."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import textwrap
 from typing import NoReturn
 
@@ -30,8 +31,9 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     """The parser of `pretrain.py`'s command line. Its errors are UsageErrors."""
     parser = _Parser(
-        prog="pretrain.py",
-        usage="pretrain.py CONFIG [section.key=value ...] [--resume[=auto]] [--check | --plan] [--world-size N] "
+        # The dispatcher of `megatron-fp8` puts its own name there; else this is the script, whatever started it.
+        prog=sys.argv[0] if sys.argv[0].startswith("megatron-fp8 ") else "pretrain.py",
+        usage="%(prog)s CONFIG [section.key=value ...] [--resume[=auto]] [--check | --plan] [--world-size N] "
         "[--print-config] [--quiet]",
         description=DESCRIPTION,
         epilog=describe_keys(),

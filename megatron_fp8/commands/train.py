@@ -1,21 +1,24 @@
-"""Owns the way from a command line to a checked config, or to exit code 2 with every mistake.
+"""The command that trains, and validates a config: `pretrain.py CONFIG ...`, `megatron-fp8 train CONFIG ...`.
 
-Of a job's ranks one speaks; all of them end. Imports no torch, and knows files of tokens only through the
-function that looks at them. The environment is an argument (`config/load.py` reads it).
+Parses and validates before torch is imported; any mistake ends every rank with exit code 2, and rank 0 reports all.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron_fp8.config.arguments import UsageError, hint_for_option, make_parser
+from megatron_fp8.checkpoint.resume import choose_start
+from megatron_fp8.commands.rank_zero_output import RankZeroOutput
+from megatron_fp8.commands.train_options import UsageError, hint_for_option, make_parser
 from megatron_fp8.config.check import DataReport, check_config
 from megatron_fp8.config.continuation import compare_with_saved
 from megatron_fp8.config.determinism import KEY as DETERMINISTIC
-from megatron_fp8.config.determinism import undone_by_job
+from megatron_fp8.config.determinism import run_variables, undone_by_job
 from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.environment import KEY as ENVIRONMENT
 from megatron_fp8.config.environment import overruled
@@ -23,7 +26,7 @@ from megatron_fp8.config.launcher import foreign_tasks
 from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.length import LENGTH_KEYS, resolve_length
 from megatron_fp8.config.limits import MOST_RANKS
-from megatron_fp8.config.load import LoadedConfig, load_config
+from megatron_fp8.config.load import LoadedConfig, load_config, process_environment
 from megatron_fp8.config.paths import is_missing
 from megatron_fp8.config.places import place_problems, problems_in_run, refusal_of_start
 from megatron_fp8.config.problem import ConfigError, Problem, show_value
@@ -32,11 +35,13 @@ from megatron_fp8.config.rules_logging import login_problem
 from megatron_fp8.config.rundir import make_run_directory_for_all, reopen_run_directory, resolve_run_directory
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.secret_texts import secret_problems
-from megatron_fp8.config.speaker import Speaker
-from megatron_fp8.config.start import Holds, Resume, Start
+from megatron_fp8.config.start import Start
 from megatron_fp8.config.summary import describe_world_sizes, summarize
 from megatron_fp8.config.warn import config_warnings
+from megatron_fp8.data.check_data import check_data
 from megatron_fp8.errors import BadInputError
+from megatron_fp8.faults.run_lock import Holds
+from megatron_fp8.parallel.process_environment import set_variables
 
 RUN_ROOT = "run.root"
 # Where what a run starts from is looked for.
@@ -44,9 +49,7 @@ _PLACES_OF_START = {RUN_ROOT, "checkpoint.load"}
 _MOST_DIGITS = 20
 
 DataCheck = Callable[[Config], DataReport]
-StartChoice = Callable[[Config, Resume | None, Holds | None], Start]
 ChosenStart = Callable[[], Start]
-Planner = Callable[[LoadedConfig, int | None], tuple[str, list[Problem]]]
 
 
 @dataclass(frozen=True)
@@ -71,29 +74,41 @@ class Command:
 Checked = tuple[Command, Layout | None]
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as `arguments` (default: the command line) say."""
+    started = time.monotonic()
+    holds = Holds()
+    command = parse_command_line(sys.argv[1:] if arguments is None else arguments, process_environment(), holds)
+    set_variables(run_variables(command.config))
+    from megatron_fp8.faults.exit_codes import ExitCode
+    from megatron_fp8.faults.report import run_reporting
+    from megatron_fp8.parallel.process_group import global_rank
+    from megatron_fp8.train.job import run_job
+
+    job = partial(run_job, command.config, command.vocab_size, command.start, holds, started, command.quiet)
+    if run_reporting(job, global_rank()).stopped is not None:
+        sys.exit(ExitCode.STOPPED)
+
+
 def parse_command_line(
     argv: Sequence[str],
     environ: Mapping[str, str],
-    check_data: DataCheck,
-    choose_start: StartChoice,
-    describe_plan: Planner,
     holds: Holds | None = None,
+    check_data: DataCheck = check_data,
 ) -> Command:
-    """The checked config that `argv` (without the program's name) asks to train with.
+    """The validated config that `argv` (without the program's name) asks to train with.
 
     `environ`: `RANK` and `WORLD_SIZE` as torchrun sets them; rank 0 writes messages, to standard error.
-    `check_data` opens the config's files, `choose_start` looks for checkpoints, `describe_plan` says what a config
-    takes on so many ranks (None: on the fewest that fit), and what is worth a warning. `holds`: what a run keeps from
-    being changed by others from the choice on; `--check` holds nothing.
-    Ends the process: with code 0 after `--help`, `--print-config`, `--plan` and
-    `--check`, with code 2 after any mistake.
+    `holds`: what a run keeps other jobs from changing once it has chosen a checkpoint; `--check` holds nothing.
+    `check_data`: validates the config's data files.
+    Exits: with code 0 after `--help`, `--print-config`, `--plan` and `--check`, with code 2 after any mistake.
     """
     tasks = foreign_tasks(environ)
-    speaker = Speaker(environ if tasks is None else {**environ, "RANK": str(tasks.rank)})
+    output = RankZeroOutput(environ if tasks is None else {**environ, "RANK": str(tasks.rank)})
     try:
         arguments = _parse(argv)
         if arguments.help:
-            speaker.end_with_answer(make_parser().format_help())
+            output.exit_with_answer(make_parser().format_help())
         if tasks is not None and not (arguments.check or arguments.plan or arguments.print_config):
             raise UsageError(tasks.text)
         world_size = _world_size(arguments, environ)
@@ -101,13 +116,16 @@ def parse_command_line(
         if arguments.print_config:
             answer = dump_config(loaded.config, loaded.origins)
             if not arguments.check and not arguments.plan:
-                speaker.end_with_answer(answer)
-            speaker.answer(answer)
+                output.exit_with_answer(answer)
+            output.answer(answer)
         if arguments.plan:
-            answer, warnings = describe_plan(loaded, world_size)
+            # Its tables take a tenth of a second to import.
+            from megatron_fp8.planner.plan_report import describe_plan
+
+            answer, warnings = describe_plan(loaded, world_size, check_data)
             for warning in warnings:
-                speaker.warn(str(warning))
-            speaker.end_with_answer(answer)
+                output.warn(str(warning))
+            output.exit_with_answer(answer)
         login = login_problem(loaded.config, environ, loaded.origins[WANDB_MODE])
         of_environment = [*([login] if login else []), *secret_problems(loaded.config, environ, loaded.origins)]
         of_environment = place_problems(loaded.config, environ.get("RANK", "0") == "0") + of_environment
@@ -117,27 +135,27 @@ def parse_command_line(
         from_checkpoint = arguments.resume is not None or loaded.config.checkpoint.load is not None
         if arguments.check or not from_checkpoint:
             command, layout = check(partial(look, None))
-        elif speaker.speaks:
+        elif output.is_rank_zero:
             command, layout = _claimed(partial(check, partial(look, holds)), holds)
         else:
             command, layout = check(None)
     except (UsageError, BadInputError) as error:
-        speaker.end_with_mistake(str(error))
-    _warn(speaker, loaded, command, environ, layout)
+        output.exit_with_error(str(error))
+    _warn(output, loaded, command, environ, layout)
     if arguments.check:
-        speaker.end_with_answer(_what_would_run(command, layout))
+        output.exit_with_answer(_what_would_run(command, layout))
     return replace(command, quiet=arguments.quiet)
 
 
 def _warn(
-    speaker: Speaker, loaded: LoadedConfig, command: Command, environ: Mapping[str, str], layout: Layout | None
+    output: RankZeroOutput, loaded: LoadedConfig, command: Command, environ: Mapping[str, str], layout: Layout | None
 ) -> None:
     for warning in config_warnings(replace(loaded, config=command.config, origins=command.origins), layout):
-        speaker.warn(str(warning))
+        output.warn(str(warning))
     for conflict in overruled(command.config.parallel, environ, command.origins[ENVIRONMENT]):
-        speaker.warn(str(conflict))
+        output.warn(str(conflict))
     for note in command.start.notes:
-        speaker.warn(note)
+        output.warn(note)
 
 
 def _what_would_run(command: Command, layout: Layout | None) -> str:
