@@ -85,7 +85,7 @@ def test_settings_that_are_not_known_are_named() -> None:
     assert sampling_of({"do_sample": False, "temperature": 0.0}).greedy
     drawn = sampling_of({"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": None})
     assert (drawn.greedy, drawn.temperature, drawn.top_k, drawn.top_p) == (False, 0.7, 5, 1.0)
-    with pytest.raises(BadInputError, match="num_beams, which this model does not know"):
+    with pytest.raises(BadInputError, match="num_beams, which is not supported"):
         sampling_of({"num_beams": 4})
 
 
@@ -103,7 +103,7 @@ def test_the_program_shows_a_table_and_writes_json(measured_model: Measured, tmp
 def test_without_lm_eval_the_extra_is_named(
     measured_model: Measured, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tools.lm_eval import main
+    from megatron_fp8.commands.lm_eval import main
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "meta_path", [_Missing(), *sys.meta_path])

@@ -46,8 +46,8 @@ def continuations(
 
     from megatron_fp8 import device as devices
     from megatron_fp8.generate.generation import Limits, generate
+    from megatron_fp8.generate.loaded_model import load_model
     from megatron_fp8.generate.sampling import Sampling
-    from megatron_fp8.train.loaded_model import load_model
 
     world_size = torch.distributed.get_world_size()
     settings = settings or InferenceSettings(world_size, mode="fp32")

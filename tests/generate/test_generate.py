@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_fp8.checkpoint.saved_model import InferenceSettings
+from megatron_fp8.commands import generate as tool
 from megatron_fp8.data.tokenizer import Tokenizer, train_bpe
 from megatron_fp8.generate.generation import Continuation, Limits
 from megatron_fp8.generate.sampling import Sampling
@@ -20,7 +21,6 @@ from tests.generate.models import SECTIONS, SEQ_LENGTH, VOCAB_SIZE, continuation
 from tests.hf.our_models import convert, train_and_save
 from tests.ranks import run_on_ranks
 from tests.small_run import small_config
-from tools import generate as tool
 
 NUM_TOKENS = 10
 TEXT = "for batch in data: loss = model(batch)"
@@ -152,7 +152,7 @@ def test_the_tool_refuses_what_cannot_be_with_what_to_use_instead(root, tmp_path
         ([run_directory, "--iteration", "9"], "there is no checkpoint of iteration 9"),
         ([run_directory, "--prompts-file", str(tmp_path / "none.txt")], "none.txt cannot be read"),
         # How Python gives bytes of the command line that are no UTF-8.
-        ([run_directory, "a", "\udcff"], "prompt 2 is no Unicode text"),
+        ([run_directory, "a", "\udcff"], "prompt 2 is not valid Unicode"),
         ([str(root / "gpt2-run"), "--precision", "fp8"], "precision.fp8_recipe=tensorwise"),
     ):
         with pytest.raises(SystemExit, match="2"):
@@ -160,10 +160,10 @@ def test_the_tool_refuses_what_cannot_be_with_what_to_use_instead(root, tmp_path
         assert text in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         tool.main([run_directory, "--top-p", "1.5"])
-    assert "'1.5' is no number from 0.0 to 1.0" in capsys.readouterr().err
+    assert "'1.5' is not a number from 0.0 to 1.0" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         tool.main([run_directory, "--seed", str(2**64)])
-    assert "is no number from 0 to" in capsys.readouterr().err
+    assert "is not a number from 0 to" in capsys.readouterr().err
 
 
 def test_prompts_of_a_file_are_its_lines(tmp_path) -> None:
