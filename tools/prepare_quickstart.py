@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_fp8.data.quickstart import SPLITS, Progress, Summary, complete_summary, prepare
+from megatron_fp8.prepare.quickstart import SPLITS, Progress, Summary, complete_summary, prepare
 
 SMALLEST_VOCAB_SIZE = 257
 
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     if summary is not None:
         show(summary, settings.output, "already complete")
         return 0
-    from megatron_fp8.data.corpus import CorpusError
+    from megatron_fp8.prepare.quickstart import CorpusError
 
     start = time.perf_counter()
     try:

@@ -28,6 +28,8 @@ class Command:
 
 
 COMMANDS = {
+    "train": Command("train", "train a model; under torchrun on several ranks"),
+    "check": Command("train", "validate a config, reporting every mistake", ("--check",)),
     "checkpoint": Command("checkpoint", "inspect, verify and compare checkpoints"),
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_fp8.checkpoint.manifest import CheckpointError
 from megatron_fp8.checkpoint.saved_model import InferenceSettings
-from megatron_fp8.config.speaker import EXIT_CODE_OF_A_MISTAKE, SECONDS_FOR_THE_SPEAKER
+from megatron_fp8.commands.rank_zero_output import EXIT_CODE_BAD_INPUT, SECONDS_FOR_RANK_ZERO
 from megatron_fp8.errors import BadInputError
 
 _MICROBATCHES_PER_STAGE = 4
@@ -90,5 +90,5 @@ def exit_on_bad_input() -> Iterator[None]:
             print(error, file=sys.stderr, flush=True)
         else:
             # A launcher ends all ranks when one has ended, even rank 0 before it has printed.
-            time.sleep(SECONDS_FOR_THE_SPEAKER)
-        raise SystemExit(EXIT_CODE_OF_A_MISTAKE) from None
+            time.sleep(SECONDS_FOR_RANK_ZERO)
+        raise SystemExit(EXIT_CODE_BAD_INPUT) from None

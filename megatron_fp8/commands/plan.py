@@ -16,7 +16,7 @@ from rich.console import Console
 from megatron_fp8.commands.model_options import positive
 from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.warn import config_warnings
-from megatron_fp8.data.check import check_data
+from megatron_fp8.data.check_data import check_data
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.planner.flops import DEFAULT_MFU, UnknownPeakError
 from megatron_fp8.planner.gpus import DEFAULT_GPU, GPUS

@@ -16,7 +16,7 @@ from megatron_fp8.commands.model_options import positive
 from megatron_fp8.config.formats import describe_formats
 from megatron_fp8.config.load import load_config
 from megatron_fp8.config.problem import ConfigError
-from megatron_fp8.data.check import check_data
+from megatron_fp8.data.check_data import check_data
 from megatron_fp8.planner.plan import resolve_layout, resolve_sizes
 from megatron_fp8.precision.chart import precision_chart
 from megatron_fp8.precision.chart_labels import LABELS, format_chart, row_format, row_label, row_size

@@ -70,13 +70,6 @@ def undone_by_job(config: Config, environ: Mapping[str, str], origin: str = "") 
     ]
 
 
-def describe_determinism(config: Config, environ: Mapping[str, str]) -> str:
-    """What holds in a process whose environment is `environ`, in a line."""
-    if not config.training.deterministic_mode:
-        return "off"
-    return ", ".join(["on", *(f"{each.name}={environ.get(each.name, '(not set)')}" for each in SWITCHES)])
-
-
 def _undoing(values: Mapping[str, str]) -> Iterator[tuple[Switch, str]]:
     for switch in SWITCHES:
         if switch.name in values and not switch.serves(values[switch.name]):

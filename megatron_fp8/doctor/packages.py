@@ -13,7 +13,7 @@ from packaging.version import Version
 from megatron_fp8.config.load import process_environment
 from megatron_fp8.config.rules_logging import missing_login
 from megatron_fp8.doctor.finding import Finding, Status, Surroundings
-from megatron_fp8.report.code_version import code_version
+from megatron_fp8.report.code_version import code_version, describe_code
 
 DISTRIBUTION = "megatron-fp8"
 # Used where they are, and not asked for: their versions belong into the matrix all the same.
@@ -23,7 +23,7 @@ _OPTIONAL = ("apex", "flash-attn", "torchao", "transformer-engine-cu12", "transf
 def python(surroundings: Surroundings) -> Finding:  # noqa: ARG001 - every check is called alike
     """Whether this Python is one that the program runs on."""
     running = platform.python_version()
-    versions = {"Python": running, DISTRIBUTION: code_version()}
+    versions = {"Python": running, DISTRIBUTION: describe_code(code_version())}
     text = f"{running}, {sys.executable}"
     try:
         wanted = metadata(DISTRIBUTION)["Requires-Python"]

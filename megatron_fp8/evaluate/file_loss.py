@@ -15,7 +15,7 @@ from megatron_fp8.data.documents import DocumentRules, document_rules
 from megatron_fp8.data.loader import BatchLoader
 from megatron_fp8.data.sampler import BatchSampler
 from megatron_fp8.data.tokenizer import Tokenizer
-from megatron_fp8.data.whole_file import WholeFile
+from megatron_fp8.data.validation import WholeFile
 from megatron_fp8.evaluate.files import EvaluationFile
 from megatron_fp8.generate.loaded_model import LoadedModel
 from megatron_fp8.train.step import LossSum

@@ -4,7 +4,6 @@ The plain lines go to the run directory's `console.log` in any case. Must not kn
 no torch.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +11,7 @@ from rich.console import Console
 from megatron_fp8.report.durations import format_seconds
 from megatron_fp8.report.events import MEASUREMENTS, Level, event_level, event_line
 from megatron_fp8.report.live_line import LiveLine
-from megatron_fp8.report.record import Value
+from megatron_fp8.report.record import Record
 
 DATA_WAIT_WORTH_SAYING = 0.05
 # Numbers of single tensors are for files and dashboards.
@@ -44,7 +43,7 @@ class ConsoleSink:
         live = not quiet and self._console.is_interactive and self._console.file.isatty()
         self._live_line = LiveLine(self._console, train_iters, iteration) if live else None
 
-    def write(self, record: Mapping[str, Value]) -> None:
+    def write(self, record: Record) -> None:
         """Log a record's line and show it, or take its numbers into the live line."""
         if record["event"] not in _NO_LINE:
             line = format_record(record, self._train_iters)
@@ -61,7 +60,7 @@ class ConsoleSink:
             self._live_line.close()
         self._log.close()
 
-    def _show(self, record: Mapping[str, Value], line: str) -> None:
+    def _show(self, record: Record, line: str) -> None:
         level = event_level(record)
         if self._live_line is not None:
             if record["event"] != "train":
@@ -70,7 +69,7 @@ class ConsoleSink:
             self._console.print(line, markup=False)
 
 
-def format_record(record: Mapping[str, Value], train_iters: int) -> str:
+def format_record(record: Record, train_iters: int) -> str:
     """A record as one line: `name value | name value | ...`."""
     if record["event"] == "train":
         parts = [f"iteration {record['iteration']:>{len(str(train_iters))}}/{train_iters}"]
@@ -92,6 +91,6 @@ def format_record(record: Mapping[str, Value], train_iters: int) -> str:
     return event_line(record)
 
 
-def _number(value: Value, form: str) -> str:
+def _number(value: float | None, form: str) -> str:
     """A number that is withheld is shown as `-`: the norm of gradients that overflowed, the loss of no tokens."""
     return "-" if value is None else format(value, form)

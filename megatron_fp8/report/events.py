@@ -6,17 +6,21 @@ shown all the same, as information and with all its keys. Must not know where it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
+from megatron_fp8.report.code_version import describe_code
 from megatron_fp8.report.durations import format_seconds
-from megatron_fp8.report.record import Value
-
-Record = Mapping[str, Value]
+from megatron_fp8.report.record import Record
 
 # Their numbers are series; how they are told is the console's matter.
 MEASUREMENTS = frozenset({"train", "validation", "fp8", "fp8-check", "norms"})
+
+
+# In a run's directory.
+PRECISION_CHART = "precision_chart.txt"
 
 
 class Level(IntEnum):
@@ -35,26 +39,78 @@ class EventKind:
     """
 
     level: Level = Level.INFO
-    title: str = ""
+    title: str | Callable[[Record], str] = ""
     text: str | Callable[[Record], str] | None = None
     says_iteration: bool = False
 
 
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _ranks(record: Record) -> str:
+    ranks = record["ranks"]
+    return f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}"
+
+
 def _start(record: Record) -> str:
-    return "\n".join(f"{key}: {value}" for key, value in record.items() if key not in ("event", "time"))
+    hidden = ("event", "time", "emulated")
+    texts = {"precision chart": f"{record.get('run directory')}/{PRECISION_CHART}"}
+    for key, text in _START_TEXTS.items():
+        # A value that is still a text is of an older version.
+        if isinstance(value := record.get(key), int | Mapping):
+            texts[key] = text(value)
+    return "\n".join(f"{key}: {texts.get(key, value)}" for key, value in record.items() if key not in hidden)
+
+
+def _layout(sizes: Mapping[str, int]) -> str:
+    tp, pp, dp = (sizes[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "data"))
+    return f"tp {tp} x pp {pp} x dp {dp}, {sizes['num_microbatches']} micro-batches of {sizes['micro_batch_size']}"
+
+
+def _pairs(values: Mapping[str, Any], between: str = " ") -> str:
+    return ", ".join(f"{name}{between}{value}" for name, value in values.items())
+
+
+_START_TEXTS: Mapping[str, Callable[[Any], str]] = {
+    "versions": _pairs,
+    "precision": lambda precision: str(precision["description"]),
+    "layout": _layout,
+    "parameters": "{:,}".format,
+    "code": describe_code,
+    "deterministic mode": lambda variables: ", ".join(filter(None, ["on", _pairs(variables, "=")])),
+}
 
 
 def _resume(record: Record) -> str:
     text = f"resumed from {record['checkpoint']} at iteration {record['iteration']}"
     text += ", weights only" if record["weights only"] else ""
-    return text + (f" | {record['notes']}" if record.get("notes") else "")
+    return " | ".join([text, *record["notes"]])
 
 
 def _checkpoint(record: Record) -> str:
     megabytes = float(record["bytes"] or 0) / 1e6
     text = f"checkpoint {record['path']} | {megabytes:,.1f} MB in {float(record['seconds'] or 0.0):.1f} s"
     text += f", training waited {float(record['hold-up-seconds'] or 0.0):.2f} s"
-    return text + (f" | removed {record['removed']}" if record["removed"] else "")
+    return text + (f" | removed {_listed(record['removed'])}" if record["removed"] else "")
+
+
+def _profile(record: Record) -> str:
+    text = f"traced the last {record['steps']} steps of {_ranks(record)} into {record['directory']}"
+    return f"{text}\n{record['largest costs']}"
+
+
+def _no_loss(record: Record) -> str:
+    of = "the validation samples" if record["of"] == "validation" else "the iterations since the last record"
+    return f"no loss of {' '.join([of, _listed(record['sets'])]).strip()}: all their tokens are masked"
+
+
+def _hang_title(record: Record) -> str:
+    return f"Run hangs: {_ranks(record)}"
+
+
+def _hang(record: Record) -> str:
+    return f"{_ranks(record)} on {record['host']} hangs: {record['kind']} in {record['phase']}"
 
 
 def _fallback(record: Record) -> str:
@@ -68,12 +124,12 @@ def _rewind(record: Record) -> str:
     text = f"went back from iteration {record['from-iteration']} to {record['iteration']} ({record['checkpoint']}): "
     text += f"{record['reason']}; passes over samples {record['first skipped sample']} to "
     text += f"{record['last skipped sample']}; may go back {record['rewinds left']} times more"
-    return text + (f" | {record['notes']}" if record["notes"] else "")
+    return " | ".join([text, *record["notes"]])
 
 
 def _replica(record: Record) -> str:
     text = f"{record['tensors']} tensors differ between replicas, the first is {record['first tensor']}"
-    text += f"; suspects: rank {record['ranks']} on {record['hosts']}"
+    text += f"; suspects: {_ranks(record)} on {_listed(record['hosts'])}"
     return text + (f"; alike at iteration {record['last alike']}" if record["last alike"] is not None else "")
 
 
@@ -96,11 +152,11 @@ EVENTS: Mapping[str, EventKind] = {
     "ready": EventKind(text="first step after {seconds-to-first-step:.1f} s"),
     "resume": EventKind(text=_resume, says_iteration=True),
     "checkpoint": EventKind(text=_checkpoint, says_iteration=True),
-    "profile": EventKind(text="traced the last {steps} steps of ranks {ranks} into {directory}\n{largest costs}"),
+    "profile": EventKind(text=_profile),
     "end": EventKind(text=_end, says_iteration=True),
     "fp8-fallback": EventKind(Level.WARNING, "FP8 fallback: layer {layer}", _fallback),
     "spike": EventKind(Level.WARNING, "Loss spike", "loss spike: {reason}"),
-    "no-loss": EventKind(text="no loss of {of}: all their tokens are masked"),
+    "no-loss": EventKind(text=_no_loss),
     "skip": EventKind(
         Level.WARNING,
         "NaN or infinity: step left out",
@@ -112,7 +168,7 @@ EVENTS: Mapping[str, EventKind] = {
         "Slow rank {rank}",
         "rank {rank} on {host} is slow: {work} takes {seconds:.3g} s, {factor:.3g} times the median",
     ),
-    "hang": EventKind(Level.ERROR, "Run hangs: rank {ranks}", "rank {ranks} on {host} hangs: {kind} in {phase}"),
+    "hang": EventKind(Level.ERROR, _hang_title, _hang),
     "replica": EventKind(Level.ERROR, "Replicas differ", _replica),
     "failure": EventKind(Level.ERROR, "Run failed: {kind}", "failed: {kind}: {error}"),
 }

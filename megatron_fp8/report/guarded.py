@@ -6,15 +6,15 @@ Must not know what the sink writes. Imports no torch.
 import contextlib
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_fp8.report.opening import StillOpeningError
 from megatron_fp8.report.record import (
     BrokenLine,
     BrokenLines,
+    Record,
     Sink,
-    Value,
     iteration_of,
     json_line,
     read_records,
@@ -64,12 +64,12 @@ class Guarded:
         self._complete = iteration
         self._say = say
         self._sink: Sink | None = None
-        self._waiting: deque[Mapping[str, Value]] = deque(maxlen=MOST_WAITING_RECORDS)
+        self._waiting: deque[Record] = deque(maxlen=MOST_WAITING_RECORDS)
         self._lost = 0
         self._failures = 0
         self._pause = 0
 
-    def write(self, record: Mapping[str, Value]) -> None:
+    def write(self, record: Record) -> None:
         """Hand a record on, now or when the sink works again."""
         self._lost += len(self._waiting) == MOST_WAITING_RECORDS
         self._waiting.append(record)

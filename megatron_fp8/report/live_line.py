@@ -8,7 +8,6 @@ the cursor stays visible, so that a run that is killed leaves the terminal as it
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -19,7 +18,7 @@ from rich.text import Text
 
 from megatron_fp8.report.durations import format_seconds
 from megatron_fp8.report.events import Level, event_level
-from megatron_fp8.report.record import Value
+from megatron_fp8.report.record import Record
 
 _GAP = "  "
 # Of the tensor with the largest share.
@@ -43,8 +42,8 @@ class LiveLine:
         self._console = console
         self._train_iters = train_iters
         self._iteration = iteration
-        self._train: Mapping[str, Value] = {}
-        self._validation: Value = None
+        self._train: Record = {}
+        self._validation: float | None = None
         self._worst: dict[str, float] = {}
         self._in_bf16: set[int] = set()
         self._counts = {Level.WARNING: 0, Level.ERROR: 0}
@@ -60,7 +59,7 @@ class LiveLine:
         console.show_cursor(True)
         self._draw()
 
-    def take(self, record: Mapping[str, Value]) -> None:
+    def take(self, record: Record) -> None:
         """Take over the numbers of a record, and draw the line anew."""
         event = record["event"]
         if event == "train":
@@ -70,7 +69,7 @@ class LiveLine:
             self._validation = record["lm loss validation"]
         elif event == "fp8-check":
             self._worst = {name: _largest(record, quantity) for name, quantity in _SHARES.items()}
-            self._in_bf16 = {int(layer) for layer in str(record["fallen-back-layers"]).split()}
+            self._in_bf16 = set(record["fallen-back-layers"])
         elif event == "fp8-fallback":
             change = self._in_bf16.add if record["runs in"] == "bf16" else self._in_bf16.discard
             change(int(record["layer"] or 0))
@@ -131,7 +130,7 @@ def short_count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _largest(record: Mapping[str, Value], quantity: str) -> float:
+def _largest(record: Record, quantity: str) -> float:
     """Of all tensors; what is not finite has no share."""
     values = [value for key, value in record.items() if key.endswith(f"/{quantity}") and isinstance(value, float | int)]
     return max(values, default=0.0)

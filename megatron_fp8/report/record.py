@@ -10,17 +10,21 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-from megatron_fp8.config.secret_forms import without_secrets
+from megatron_fp8.config.secret_forms import hide
+from megatron_fp8.report.record_upgrade import upgraded
 
-Value = float | int | str | bool | None
+# What a record may hold: JSON, with numbers that JSON lacks.
+Value: TypeAlias = "float | int | str | bool | Sequence[Value] | Mapping[str, Value] | None"
+# A record as its readers get it.
+Record = Mapping[str, Any]
 
 
 class Sink(Protocol):
     """A view of the record."""
 
-    def write(self, record: Mapping[str, Value]) -> None:
+    def write(self, record: Record) -> None:
         """Take one record; `event` says its kind (`start`, `train`, `validation`, `end`, ...), `time` when it was made,
         in seconds since 1970."""
 
@@ -42,7 +46,8 @@ class Recorder:
         """Record `values` under the kind `event`."""
         if not self._sinks:
             return
-        record = {"event": event, **without_secrets(values, self._secrets), "time": round(time.time(), 3)}
+        hidden = {key: _without_secrets(value, self._secrets) for key, value in values.items()}
+        record = {"event": event, **hidden, "time": round(time.time(), 3)}
         for sink in self._sinks:
             sink.write(record)
 
@@ -54,6 +59,16 @@ class Recorder:
     def reopen(self, sinks: Sequence[Sink]) -> None:
         """Go on with other sinks in place of those that were closed."""
         self._sinks = list(sinks)
+
+
+def _without_secrets(value: Value, secrets: Collection[str]) -> Value:
+    if isinstance(value, str):
+        return hide(value, secrets)
+    if isinstance(value, Mapping):
+        return {key: _without_secrets(each, secrets) for key, each in value.items()}
+    if isinstance(value, Sequence):
+        return [_without_secrets(each, secrets) for each in value]
+    return value
 
 
 METRICS = "metrics.jsonl"
@@ -98,12 +113,12 @@ class BrokenLines:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any] | BrokenLine]:
-    """The records of a `metrics.jsonl` in their order. Raises OSError.
+    """The records of a `metrics.jsonl` in their order, those of older versions in today's form. Raises OSError.
 
     What follows the last end of a line is not read: a run that goes on is writing it, or a killed one left it there.
     """
     for _, record in _lines_and_records(path):
-        yield record
+        yield record if isinstance(record, BrokenLine) else upgraded(record)
 
 
 def drop_records_after(path: Path, iteration: int) -> None:
@@ -122,13 +137,13 @@ def drop_records_after(path: Path, iteration: int) -> None:
     temporary.replace(path)
 
 
-def _stays(record: Mapping[str, Value], iteration: int) -> bool:
+def _stays(record: Record, iteration: int) -> bool:
     """Whether a record is true of a run that goes on from `iteration`."""
     event = record["event"]
     return event in _LASTING_EVENTS or (event not in _LAST_EVENTS and iteration_of(record, 0) <= iteration)
 
 
-def iteration_of(record: Mapping[str, Value], without: int) -> int:
+def iteration_of(record: Record, without: int) -> int:
     """The iteration that a record belongs to; `without`: what stands for none."""
     value = record.get("iteration")
     return without if value is None else int(value)
@@ -163,7 +178,7 @@ class JsonLines:
         self._file = path.open("ab+", buffering=0)
         self._cut_unfinished_line()
 
-    def write(self, record: Mapping[str, Value]) -> None:
+    def write(self, record: Record) -> None:
         """Append one line, whole or not at all."""
         line = memoryview(json_line(record).encode())
         try:
@@ -191,7 +206,7 @@ class JsonLines:
             self._file.truncate(position)
 
 
-def json_line(record: Mapping[str, Value]) -> str:
+def json_line(record: Record) -> str:
     """A record as its line of `metrics.jsonl`, the line's end included."""
     return json.dumps({key: _json_value(value) for key, value in record.items()}, allow_nan=False) + "\n"
 
@@ -199,4 +214,8 @@ def json_line(record: Mapping[str, Value]) -> str:
 def _json_value(value: Value) -> Value:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, Mapping):
+        return {key: _json_value(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_json_value(each) for each in value]
     return value

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from megatron_fp8.report.record import Value, iteration_of
+from megatron_fp8.report.record import Record, iteration_of
 
 _NOT_FINITE = ("nan", "inf", "-inf")
 
 
 @dataclass(frozen=True)
 class SeriesRule:
-    """`prefix`: before each name. `without`: numbers that are no series. `counted`: names in a text, to be counted."""
+    """`prefix`: before each name. `without`: numbers that are no series. `counted`: lists, whose lengths are series."""
 
     prefix: str = ""
     without: Set[str] = frozenset()
@@ -34,7 +34,7 @@ SERIES: Mapping[str, SeriesRule] = {
 _NO_SERIES = {"event", "time", "iteration"}
 
 
-def series_of(record: Mapping[str, Value]) -> tuple[int, dict[str, float]] | None:
+def series_of(record: Record) -> tuple[int, dict[str, float]] | None:
     """(step, value by name) of a record, None where it has no series. Values that are withheld (null) are left out."""
     rule = SERIES.get(str(record["event"]))
     if rule is None:
@@ -42,12 +42,12 @@ def series_of(record: Mapping[str, Value]) -> tuple[int, dict[str, float]] | Non
     values = {}
     for key, value in record.items():
         if rule.counted is not None and key in rule.counted:
-            values[rule.counted[key]] = float(len(str(value).split()))
+            values[rule.counted[key]] = float(len(value))
         elif key not in _NO_SERIES and key not in rule.without and _is_number(value):
-            values[rule.prefix + key] = float(value)  # type: ignore[arg-type]
+            values[rule.prefix + key] = float(value)
     return iteration_of(record, 0), values
 
 
-def _is_number(value: Value) -> bool:
+def _is_number(value: object) -> bool:
     """Numbers, also those that JSON lacks."""
     return value in _NOT_FINITE if isinstance(value, str) else isinstance(value, (int, float)) and value is not True

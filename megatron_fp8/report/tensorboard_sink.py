@@ -1,14 +1,13 @@
 """Owns the view of a run in TensorBoard: its event files, by TensorBoard's own writer. Imports no torch."""
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from megatron_fp8.report.record import Value
+from megatron_fp8.report.record import Record
 from megatron_fp8.report.series import series_of
 
 _EVENT_FILES = "events.out.tfevents.*"
@@ -29,7 +28,7 @@ class TensorBoardSink:
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=self.newest + 1, session_log=start))
 
-    def write(self, record: Mapping[str, Value]) -> None:
+    def write(self, record: Record) -> None:
         """Write the series of a record, to the disk at once."""
         series = series_of(record)
         if series is None:

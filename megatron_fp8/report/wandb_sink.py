@@ -31,7 +31,7 @@ from megatron_fp8.checkpoint.manifest import write_whole
 from megatron_fp8.config.schema import LoggingConfig
 from megatron_fp8.report.events import Level, event_level, event_line, event_title
 from megatron_fp8.report.layer_maps import layer_maps
-from megatron_fp8.report.record import Value
+from megatron_fp8.report.record import Record
 from megatron_fp8.report.series import series_of
 
 ID_FILE = "wandb_id.txt"
@@ -99,7 +99,7 @@ class WandbSink:
         self._num_layers = run.config["model"]["num_layers"]
         self._failed = False
 
-    def write(self, record: Mapping[str, Value]) -> None:
+    def write(self, record: Record) -> None:
         """Log a record's series; say what is no series as config, summary, alert or artifact."""
         event = record["event"]
         if event == "start":
@@ -131,13 +131,13 @@ class WandbSink:
         maps = {name: _map(row) for name, row in layer_maps(values, self._num_layers).items()}
         self._run.log({**values, **maps, "_timestamp": seconds}, step=self._step)
 
-    def _alert(self, record: Mapping[str, Value], level: AlertLevel) -> None:
+    def _alert(self, record: Record, level: AlertLevel) -> None:
         # What wandb is told again, of a record from earlier, nobody needs to be woken for.
         if float(record.get("time") or 0.0) < math.floor(self._opened):
             return
         self._run.alert(event_title(record)[:_MOST_TITLE_CHARS], event_line(record), level=level)
 
-    def _reference(self, record: Mapping[str, Value]) -> None:
+    def _reference(self, record: Record) -> None:
         """The checkpoint as an artifact that points to its files; none is read or uploaded."""
         path = Path(str(record["path"])).absolute()
         if not path.exists():  # a later one took its place

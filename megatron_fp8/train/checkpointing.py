@@ -137,6 +137,6 @@ class Checkpointer:
                 "bytes": saved.num_bytes,
                 "hold-up-seconds": saved.hold_up_seconds,
                 "seconds": saved.seconds,
-                "removed": " ".join(map(str, removed)),
+                "removed": removed,
             },
         )

@@ -67,8 +67,8 @@ def _note_sets_without_loss(
     """At the first evaluation of a run, since what is evaluated stays the same."""
     names = [each.name or "" for each, loss in zip(sets, losses, strict=True) if loss is None]
     if names and iteration == 0:
-        of = " ".join(["the validation samples", *filter(None, [", ".join(filter(None, names))])])
-        parts.recorder.write("no-loss", {"iteration": iteration, "of": of})
+        named = [name for name in names if name]
+        parts.recorder.write("no-loss", {"iteration": iteration, "of": "validation", "sets": named})
 
 
 def _loss_of(parts: TrainingParts, validation_set: ValidationSet) -> LossSum:

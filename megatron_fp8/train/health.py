@@ -111,7 +111,7 @@ class HealthWatch:
         amaxes = probe.read_shadow_amaxes(self._groups.tp_dp)
         fallen = sorted(self._decider.fallen_back) if self._decider is not None else []
         # Of fallen-back layers it says what FP8 would do.
-        values: dict[str, Value] = {"iteration": iteration, "fallen-back-layers": " ".join(map(str, fallen))}
+        values: dict[str, Value] = {"iteration": iteration, "fallen-back-layers": fallen}
         layers: dict[int, dict[str, TensorHealth]] = {}
         for name, health in measured.items():
             layers.setdefault(layer_number(name), {})[name] = health

@@ -42,7 +42,7 @@ def record_interval(
     data_wait = max(rank.data for rank in times)
     loss = interval.take()
     if loss.any_step and loss.mean is None:
-        parts.recorder.write("no-loss", {"iteration": state.iteration, "of": "the iterations since the last record"})
+        parts.recorder.write("no-loss", {"iteration": state.iteration, "of": "training", "sets": []})
     parts.recorder.write(
         "train",
         {

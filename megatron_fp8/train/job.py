@@ -17,10 +17,8 @@ from megatron_fp8 import device as devices
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import read_manifest
 from megatron_fp8.checkpoint.start import CHECKPOINTS
-from megatron_fp8.config.determinism import describe_determinism
 from megatron_fp8.config.dump import dump_config
-from megatron_fp8.config.formats import describe_formats, linear_layers_in_fp8
-from megatron_fp8.config.layout import Layout, derive_layout
+from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.load import process_environment
 from megatron_fp8.config.rundir import LOCK, create_run_directory
 from megatron_fp8.config.schema import Config
@@ -30,17 +28,13 @@ from megatron_fp8.errors import BadInputError
 from megatron_fp8.faults.lost_rank import explaining_lost_ranks
 from megatron_fp8.faults.run_lock import Holds
 from megatron_fp8.parallel.process_group import init_process_group
-from megatron_fp8.precision.chart import precision_chart
-from megatron_fp8.precision.chart_labels import format_chart
-from megatron_fp8.report.code_version import code_version
 from megatron_fp8.report.console import ConsoleSink
 from megatron_fp8.report.html.page import report_at_end
 from megatron_fp8.report.library_warnings import hide_meaningless_warnings
 from megatron_fp8.report.record import METRICS, Recorder, Sink, Value, drop_records_after
 from megatron_fp8.report.views import sinks_of_run
 from megatron_fp8.train.environment import warn_of_unmet_needs
-from megatron_fp8.train.throughput import throughput_of
-from megatron_fp8.train.versions import versions
+from megatron_fp8.train.start_record import start_record
 
 
 @dataclass(frozen=True)
@@ -102,7 +96,7 @@ def run_job(
         stack.enter_context(explaining_lost_ranks(parts.heartbeat, config.parallel.distributed_timeout_minutes))
         datasets_from = partial(build_datasets, config, Tokenizer.of(config.data), parts.reads_data)
         datasets = datasets_from(start.position)
-        recorder.write("start", _description(config, layout, device, run_directory))
+        recorder.write("start", start_record(config, layout, device, run_directory))
         progress = None
         if start.checkpoint is not None:
             interval = IntervalLoss(device.torch_device)
@@ -189,37 +183,5 @@ def _resumed(start: Start, iteration: int, notes: list[str]) -> dict[str, Value]
         "checkpoint": str(start.checkpoint),
         "iteration": iteration,
         "weights only": start.weights_only,
-        "notes": "; ".join([*start.notes, *notes]),
-    }
-
-
-def _deterministic_mode(config: Config) -> dict[str, Value]:
-    on = config.training.deterministic_mode
-    return {"deterministic mode": describe_determinism(config, process_environment())} if on else {}
-
-
-def _description(
-    config: Config, layout: Layout, device: devices.Device, run_directory: Path | None
-) -> dict[str, Value]:
-    parallel, num_layers = config.parallel, config.model.num_layers
-    in_fp8, linear_layers = linear_layers_in_fp8(config.precision, num_layers)
-    arithmetic = "emulated" if device.emulated else "native"
-    return {
-        "run directory": str(run_directory),
-        "device": device.description,
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-        "precision": describe_formats(config.precision, num_layers, arithmetic),
-        "arithmetic": arithmetic,
-        "linear layers in fp8": in_fp8,
-        "linear layers": linear_layers,
-        "layout": (
-            f"tp {parallel.tensor_model_parallel_size} x pp {parallel.pipeline_model_parallel_size}"
-            f" x dp {layout.data_parallel_size}, {layout.num_microbatches} micro-batches of"
-            f" {config.training.micro_batch_size}"
-        ),
-        "parameters": f"{layout.num_parameters:,}",
-        "mfu": throughput_of(config, layout, device.description, device.emulated).note,
-        "code": code_version(),
-        **_deterministic_mode(config),
-        "precision chart": "\n" + format_chart(precision_chart(config, layout)),
+        "notes": [*start.notes, *notes],
     }

@@ -63,7 +63,7 @@ def record_hang(recorder: Recorder, hang: Hang, run_directory: Path) -> None:
     """The hang for the dashboards, which are closed: nobody else will."""
     values: dict[str, Value] = {
         "iteration": hang.iteration,
-        "ranks": " ".join(map(str, hang.culprits)),
+        "ranks": list(hang.culprits),
         "host": hang.host,
         "phase": hang.phase.value,
         "kind": hang.kind,

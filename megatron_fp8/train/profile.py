@@ -89,7 +89,7 @@ class StepProfiler:
             {
                 "iteration": iteration,
                 "steps": iteration - since,
-                "ranks": " ".join(map(str, self._settings.ranks)),
+                "ranks": list(self._settings.ranks),
                 "directory": str(directory),
                 "largest costs": told[0],
             },

@@ -100,8 +100,8 @@ class ReplicaCheck:
             "iteration": iteration,
             "tensors": len(differences),
             "first tensor": differences[0].name,
-            "ranks": " ".join(map(str, suspects)),
-            "hosts": " ".join(sorted({hosts[rank] for rank in suspects})),
+            "ranks": suspects,
+            "hosts": sorted({hosts[rank] for rank in suspects}),
             "last alike": self._last_alike,
         }
         self._recorder.write("replica", names)

@@ -81,7 +81,7 @@ def go_back(parts: TrainingParts, wanted: Rewind, reopen_record: Callable[[int],
             "last skipped sample": state.consumed_samples - 1,
             "rewinds": state.rewinds,
             "rewinds left": most - state.rewinds,
-            "notes": "; ".join([*notes, *lost]),
+            "notes": [*notes, *lost],
         },
     )
     # Not as this rank reads the manifest: a file system may still show it the old one.

@@ -132,7 +132,7 @@ def test_checkpoints_that_are_not_kept_go_once_the_next_is_whole(tmp_path: Path)
     assert CheckpointDirectory(tmp_path).iterations() == [3, 5, 6]
     records = [record for record in rank.records if record["event"] == "checkpoint"]
     assert [record["iteration"] for record in records] == [1, 2, 3, 4, 5, 6]
-    assert [record["removed"] for record in records] == ["", "", "1", "2", "", "4"]
+    assert [record["removed"] for record in records] == [[], [], [1], [2], [], [4]]
     assert {path.name for path in tmp_path.iterdir()} == {
         "iter_0000003",
         "iter_0000005",

@@ -13,8 +13,8 @@ import pytest
 from megatron_fp8.checkpoint.directory import TRACKER, CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import damage, read_manifest, write_manifest
 from megatron_fp8.checkpoint.start import choose_start
+from megatron_fp8.commands.train import Command, parse_command_line
 from megatron_fp8.config.check import DataReport
-from megatron_fp8.config.cli import Command, parse_command_line
 from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.length import samples_needed
 from megatron_fp8.config.problem import ConfigError
@@ -217,9 +217,7 @@ def command(config: Config, runs: Path, *arguments: str) -> Command:
     return parse_command_line(
         [str(path), *arguments],
         {},
-        lambda config: DataReport(vocab_size=VOCAB_SIZE, problems=()),
-        choose_start,
-        lambda loaded, world_size: "",
+        check_data=lambda config: DataReport(vocab_size=VOCAB_SIZE, problems=()),
     )
 
 

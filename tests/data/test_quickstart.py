@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 from token_file_reference import decode_token_file
 
-from megatron_fp8.data import corpus, quickstart
-from megatron_fp8.data.corpus import Document
-from megatron_fp8.data.inspect import check_token_file
-from megatron_fp8.data.quickstart import COMPLETE_FILE, DATA_FILES, complete_summary, prepare
 from megatron_fp8.data.tokenizer import Tokenizer
+from megatron_fp8.data.validate_tokens import check_token_file
+from megatron_fp8.prepare import quickstart
+from megatron_fp8.prepare.quickstart import COMPLETE_FILE, DATA_FILES, Document, complete_summary, prepare
 
 VOCAB_SIZE = 400
 
@@ -18,7 +17,7 @@ VOCAB_SIZE = 400
 def documents(monkeypatch: pytest.MonkeyPatch) -> list[Document]:
     """A corpus of a few thousand words in place of the standard library."""
     made = [Document(f"file{i}.py", f"def function{i}():\n    return {i}\n" * 5) for i in range(100)]
-    monkeypatch.setattr(corpus, "read_corpus", lambda: made)
+    monkeypatch.setattr(quickstart, "read_corpus", lambda: made)
     return made
 
 

@@ -76,15 +76,13 @@ def place(tmp_path: Path) -> Iterator[Path]:
 # Command lines, one after the other in one process: each costs a start of Python otherwise.
 CHECK_MANY = """\
 import contextlib, io, json, sys, traceback
-from megatron_fp8.checkpoint.start import choose_start
-from megatron_fp8.config.cli import parse_command_line
-from megatron_fp8.data.check import check_data
+from megatron_fp8.commands.train import parse_command_line
 ends = []
 for arguments in json.load(sys.stdin):
     errors, code = io.StringIO(), 0
     with contextlib.redirect_stderr(errors):
         try:
-            parse_command_line(arguments, {}, check_data, choose_start, None)
+            parse_command_line(arguments, {})
         except SystemExit as end:
             code = end.code
         except Exception:

@@ -113,7 +113,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on_bit_by_bit(tiny: Tin
     assert (checkpoints.iterations(), checkpoints.latest()) == ([3, TRAIN_ITERS], TRAIN_ITERS)
     assert list(damage(checkpoints.path(TRAIN_ITERS))) == []
     (resume,) = events(directory, "resume")
-    assert (resume["iteration"], resume["notes"]) == (3, "")
+    assert (resume["iteration"], resume["notes"]) == (3, [])
 
     again = torchrun(2, "tiny.yaml", *OVERRIDES, "--resume", cwd=tmp_path)
     assert again.code == 0, again.output
@@ -156,7 +156,7 @@ def test_a_run_under_a_scheduler_is_started_again_and_again_in_one_way(tiny: Tin
     assert second.code == 0, second.output
     (resume,) = events(directory, "resume")
     assert resume["iteration"] == 2
-    assert "taking iteration 2 instead" in resume["notes"]
+    assert "taking iteration 2 instead" in resume["notes"][0]
     assert series(directory) == series(tmp_path / "runs" / "straight")
     assert [record["iteration"] for record in events(directory, "train")] == list(range(1, TRAIN_ITERS + 1))
     # The damaged one was set aside.

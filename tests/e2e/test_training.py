@@ -19,8 +19,8 @@ NUM_RANKS = 2
 # The documented series of each kind of record.
 SERIES = {
     "start": {
-        *("run directory", "device", "precision", "arithmetic", "linear layers in fp8", "linear layers"),
-        *("layout", "parameters", "mfu", "code", "precision chart"),
+        *("run directory", "device", "emulated", "precision", "layout", "parameters", "mfu", "versions", "code"),
+        "precision chart",
     },
     "ready": {"seconds-to-first-step"},
     "train": {
@@ -101,7 +101,8 @@ def finished(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def test_the_run_directory_holds_config_metrics_and_console_log(finished: Finished) -> None:
     files = [name for name in content(finished.directory) if not name.startswith("checkpoints/")]
-    assert sorted(files) == [".lock", "config.yaml", "console.log", "metrics.jsonl", "report.html"]
+    written = ["config.yaml", "console.log", "metrics.jsonl", "precision_chart.txt", "report.html"]
+    assert sorted(files) == [".lock", *written]
     checkpoints = finished.directory / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == [
         f"iter_{TRAIN_ITERS:07d}",
@@ -181,13 +182,17 @@ def test_nothing_but_our_own_warnings_reaches_standard_error(finished: Finished)
 
 def test_the_console_says_what_ran_and_how_it_ended(finished: Finished) -> None:
     lines = finished.ended.stdout.splitlines()
-    head = dict(line.split(": ", 1) for line in lines[: lines.index("precision chart: ")])
+    head = dict(line.split(": ", 1) for line in lines if re.match(r"[a-z ]+: ", line))
     assert head["run directory"] == "runs/tiny"
-    assert "fp8 delayed hybrid, history 4, emulated" in head["precision"]
-    assert (head["arithmetic"], head["linear layers in fp8"]) == ("emulated", head["linear layers"])
+    assert "fp8 delayed hybrid, history 4; 8 of 8 linear layers in fp8" in head["precision"]
     assert "withheld" in head["mfu"]
-    assert any("TP all-gather, forward" in line for line in lines)
     assert "tp 2 x pp 1 x dp 1" in head["layout"]
+    assert head["precision chart"] == "runs/tiny/precision_chart.txt"
+    assert "TP all-gather, forward" in (finished.directory / "precision_chart.txt").read_text(encoding="utf-8")
+    # What was said once is not said again, and all of it fits one screen with the first step.
+    assert sum("emulated" in line for line in lines) <= 2
+    first_step = next(place for place, line in enumerate(lines) if TRAIN_LINE.fullmatch(line))
+    assert sum(-(-max(len(line), 1) // 80) for line in lines[: first_step + 1]) <= 24
     assert re.fullmatch(
         r"finished 6 iterations in .+ \| lm loss validation \d\.\d{4} -> \d\.\d{4} \(-\d\.\d{4} nats\) \| runs/tiny",
         lines[-1],

@@ -11,8 +11,9 @@ import numpy as np
 
 from megatron_fp8.checkpoint.saved_model import InferenceSettings, read_saved_model
 from megatron_fp8.config.schema import Config
-from megatron_fp8.data.token_file import TokenFileWriter
-from megatron_fp8.data.tokenizer import Tokenizer, train_bpe
+from megatron_fp8.data.tokenizer import Tokenizer
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter
+from megatron_fp8.prepare.train_tokenizer import train_bpe
 from tests.small_run import small_config
 
 SENTENCE = "the rank of this tensor is a scale that every step of training keeps in its history — Füße"

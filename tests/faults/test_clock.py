@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WALL_CLOCKS = {"time", "time_ns", "localtime", "gmtime", "now", "utcnow", "today"}
 # Where the wall clock may be read, and for what: a moment that people or other programs are told.
 TIME_STAMPS = {
-    "megatron_fp8/config/speaker.py": "the launcher's error file",
+    "megatron_fp8/commands/rank_zero_output.py": "the launcher's error file",
     "megatron_fp8/report/record.py": "when a record was made",
     "megatron_fp8/report/wandb_sink.py": "when the run was opened, and records of others without a time",
     "megatron_fp8/report/tensorboard_sink.py": "TensorBoard's events",

@@ -227,4 +227,4 @@ def test_a_flipped_bit_is_named_and_a_clean_run_is_left_alone(layout: str) -> No
         assert record["event"] == "replica"
         assert record["first tensor"] == name
         if "other replicas" in errors[0]:
-            assert record["ranks"] == str(victim)
+            assert record["ranks"] == [victim]

@@ -106,8 +106,8 @@ def test_a_damaged_checkpoint_is_passed_by(tmp_path: Path) -> None:
     )[0]
     assert outcome.error == ""
     assert outcome.reopened == [2]
-    assert "iter_0000004" in outcome.events("rewind")[0]["notes"]
-    assert "SHA-256 differs" in outcome.events("rewind")[0]["notes"]
+    assert "iter_0000004" in outcome.events("rewind")[0]["notes"][0]
+    assert "SHA-256 differs" in outcome.events("rewind")[0]["notes"][0]
 
 
 def damage_newest(parts: Any) -> None:

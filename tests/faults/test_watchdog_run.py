@@ -69,6 +69,6 @@ def test_the_launcher_names_the_rank_that_hung(way: str, tiny: Tiny, tmp_path: P
         assert "iteration 4, phase data" in cause
     records = list(read_records(tmp_path / "runs" / "tiny" / METRICS))
     (hang,) = (record for record in records if record["event"] == "hang")
-    assert hang["ranks"] == "1"
+    assert hang["ranks"] == [1]
     assert records[-1]["event"] == "failure"
     assert (tmp_path / "runs" / "tiny" / "report.html").is_file()

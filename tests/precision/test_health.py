@@ -229,7 +229,7 @@ def test_one_bad_share_takes_the_layer_out_of_fp8_everywhere(layout: str) -> Non
     assert returned == {"event": "fp8-fallback", "iteration": 5, "layer": BAD_LAYER, "runs in": "fp8"}
     checks = [record for record in records if record["event"] == "fp8-check"]
     assert [record["iteration"] for record in checks] == [1, 2, 3, 4, 5]
-    assert [record["fallen-back-layers"] for record in checks] == ["", "", "2", "2", "2"]
+    assert [record["fallen-back-layers"] for record in checks] == [[], [], [2], [2], [2]]
     # What FP8 would do is known of a layer in BF16 too.
     assert all(len(record) == 3 + 4 * 4 * 3 * 4 for record in checks)
 

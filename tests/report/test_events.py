@@ -22,19 +22,19 @@ TOLD: list[tuple[dict[str, Any], str]] = [
     ({"event": "start", "device": "cpu", "arithmetic": "native", "time": 5.0}, "device: cpu\narithmetic: native"),
     ({"event": "ready", "seconds-to-first-step": 3.25}, "first step after 3.2 s"),
     (
-        {"event": "resume", **RESUME, "weights only": False, "notes": ""},
+        {"event": "resume", **RESUME, "weights only": False, "notes": []},
         "resumed from c/iter_0000008 at iteration 8",
     ),
     (
-        {"event": "resume", **RESUME, "weights only": True, "notes": "new data; new lr"},
-        "resumed from c/iter_0000008 at iteration 8, weights only | new data; new lr",
+        {"event": "resume", **RESUME, "weights only": True, "notes": ["new data", "new lr"]},
+        "resumed from c/iter_0000008 at iteration 8, weights only | new data | new lr",
     ),
     (
-        {"event": "checkpoint", "iteration": 8, **CHECKPOINT, "removed": "4"},
+        {"event": "checkpoint", "iteration": 8, **CHECKPOINT, "removed": [4]},
         "checkpoint c/iter_0000008 | 16.4 MB in 2.5 s, training waited 0.10 s | removed 4",
     ),
     (
-        {"event": "checkpoint", "iteration": 8, **CHECKPOINT, "removed": ""},
+        {"event": "checkpoint", "iteration": 8, **CHECKPOINT, "removed": []},
         "checkpoint c/iter_0000008 | 16.4 MB in 2.5 s, training waited 0.10 s",
     ),
     (
@@ -47,8 +47,8 @@ TOLD: list[tuple[dict[str, Any], str]] = [
         "iteration 9 | layer 3 runs in fp8 from now on",
     ),
     (
-        {"event": "profile", "iteration": 12, "steps": 2, "ranks": "0 1", "directory": "p", "largest costs": "op\nmm"},
-        "iteration 12 | traced the last 2 steps of ranks 0 1 into p\nop\nmm",
+        {"event": "profile", "iteration": 12, "steps": 2, "ranks": [0, 1], "directory": "p", "largest costs": "op\nmm"},
+        "iteration 12 | traced the last 2 steps of ranks 0, 1 into p\nop\nmm",
     ),
     (
         {"event": "end", "iteration": 40, "seconds": 81.0, "stopped": None, **LOSSES},
@@ -77,7 +77,7 @@ TOLD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"event": "rewind", "iteration": 4, "from-iteration": 9, "reason": "9.5 > 4", "checkpoint": "c/iter_0000004"}
-        | {"first skipped sample": 16, "last skipped sample": 35, "rewinds": 1, "rewinds left": 2, "notes": "worn"},
+        | {"first skipped sample": 16, "last skipped sample": 35, "rewinds": 1, "rewinds left": 2, "notes": ["worn"]},
         "iteration 4 | went back from iteration 9 to 4 (c/iter_0000004): 9.5 > 4; passes over samples 16 to 35; may go"
         " back 2 times more | worn",
     ),
@@ -87,17 +87,21 @@ TOLD: list[tuple[dict[str, Any], str]] = [
         "iteration 7 | rank 3 on b is slow: compute takes 0.512 s, 2.56 times the median",
     ),
     (
-        {"event": "hang", "iteration": 7, "ranks": "3", "host": "b", "phase": "optimizer", "kind": "stuck"},
+        {"event": "hang", "iteration": 7, "ranks": [3], "host": "b", "phase": "optimizer", "kind": "stuck"},
         "iteration 7 | rank 3 on b hangs: stuck in optimizer",
     ),
     (
-        {"event": "replica", "iteration": 7, "tensors": 2, "first tensor": "w", "ranks": "1 2", "hosts": "b"}
+        {"event": "replica", "iteration": 7, "tensors": 2, "first tensor": "w", "ranks": [1, 2], "hosts": ["b"]}
         | {"last alike": None},
-        "iteration 7 | 2 tensors differ between replicas, the first is w; suspects: rank 1 2 on b",
+        "iteration 7 | 2 tensors differ between replicas, the first is w; suspects: ranks 1, 2 on b",
     ),
     (
-        {"event": "no-loss", "iteration": 7, "of": "the iterations since the last record"},
+        {"event": "no-loss", "iteration": 7, "of": "training", "sets": []},
         "iteration 7 | no loss of the iterations since the last record: all their tokens are masked",
+    ),
+    (
+        {"event": "no-loss", "iteration": 0, "of": "validation", "sets": ["code", "web"]},
+        "iteration 0 | no loss of the validation samples code, web: all their tokens are masked",
     ),
     ({"event": "moon", "phase": "full", "time": 1.0}, "moon | phase full"),
     ({"event": "checkpoint", "iteration": 8, "path": "c"}, "checkpoint | path c"),

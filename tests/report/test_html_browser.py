@@ -59,7 +59,9 @@ def write_run(directory: Path, offset: float, num_steps: int = 30) -> Path:
         {
             "event": "start",
             "device": "8 GPUs",
-            "precision chart": "\nGEMM operands\n  fprop input  1 B per element, e4m3",
+            "precision chart": [
+                {"section": "GEMM operands", "tensor": "fprop input", "size": 1.0, "per": "element", "format": "e4m3"}
+            ],
         }
     ]
     for at in range(1, num_steps + 1):
@@ -71,7 +73,7 @@ def write_run(directory: Path, offset: float, num_steps: int = 30) -> Path:
             records.append({"event": "validation", "iteration": at, "lm loss validation": loss, **sets})
         amaxes = {f"fp8/layers.{layer}/self_attention.layernorm_qkv/input/amax": layer + at for layer in range(4)}
         records.append({"event": "fp8", "iteration": at, **amaxes, "fp8/layers.0/mlp/weight/scale": 2.0 * at})
-    saved = {"path": "x" * 200, "bytes": 1, "hold-up-seconds": 0.1, "seconds": 1.0, "removed": ""}
+    saved = {"path": "x" * 200, "bytes": 1, "hold-up-seconds": 0.1, "seconds": 1.0, "removed": []}
     records.append({"event": "checkpoint", "iteration": num_steps, **saved})
     text = "".join(json.dumps(record) + "\n" for record in records)
     (directory / "metrics.jsonl").write_text(text, encoding="utf-8")

@@ -24,6 +24,7 @@ from megatron_fp8.report.html.read import read_run
 from tools.report import main
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;"
+LABELS = ("section_label", "label", "per_label", "format_label")
 
 
 def write(directory: Path, records: list[dict[str, Any]], config: str = "training: {train_iters: 4}\n") -> Path:
@@ -127,7 +128,7 @@ def test_parts_norms_nodes_and_traces_have_their_places(tmp_path: Path) -> None:
             "event": "profile",
             "iteration": 1,
             "steps": 1,
-            "ranks": "3 4",
+            "ranks": [3, 4],
             "directory": "d",
             "largest costs": "op <mm>\nx",
         },
@@ -148,7 +149,7 @@ def test_parts_norms_nodes_and_traces_have_their_places(tmp_path: Path) -> None:
     ]
     assert tables.profiles(run) == [("Up to iteration 1, rank 3", "op <mm>\nx")]
     (event,) = tables.events(run)
-    assert event.text == "traced the last 1 steps of ranks 3 4 into d"
+    assert event.text == "traced the last 1 steps of ranks 3, 4 into d"
     assert "<pre>op &lt;mm&gt;\nx</pre>" in render([run])
 
 
@@ -217,7 +218,11 @@ class Scripts(HTMLParser):
 def test_nothing_from_the_runs_is_markup(tmp_path: Path) -> None:
     cell = f"fp8/layers.0/{EVIL.replace('/', '')}/input/amax"
     records = [
-        {"event": "start", EVIL: EVIL, "precision chart": f"\n{EVIL}\n  a {EVIL}  1 B per {EVIL}, {EVIL}"},
+        {
+            "event": "start",
+            EVIL: EVIL,
+            "precision chart": [{"size": 1.0, **dict.fromkeys(LABELS, EVIL)}],
+        },
         {"event": "train", "iteration": 1, EVIL.replace("/", ""): 3.0, "lm loss": 3.0},
         {"event": "validation", "iteration": 1, f"lm loss validation/{EVIL}": 1.0, "lm loss validation/b": 1.0},
         {"event": "fp8", "iteration": 1, cell: 1.0, f"fp8/layers.0/a/input/{EVIL.replace('/', '')}": 1.0},

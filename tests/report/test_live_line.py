@@ -25,7 +25,7 @@ VALIDATION = {"event": "validation", "iteration": 0, "lm loss validation": 3.5}
 CHECK = {
     "event": "fp8-check",
     "iteration": 1,
-    "fallen-back-layers": "0 1",
+    "fallen-back-layers": [0, 1],
     "fp8/layers.0/a/input/clipped": 0.001,
     "fp8/layers.2/a/input/clipped": 0.0125,
     "fp8/layers.2/a/weight/flushed": 0.02,

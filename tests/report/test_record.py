@@ -119,7 +119,7 @@ def test_a_run_that_goes_on_drops_what_it_will_record_again(tmp_path: Path) -> N
                 "bytes": 16.4e6,
                 "seconds": 2.5,
                 "hold-up-seconds": 0.1,
-                "removed": "4",
+                "removed": [4],
             },
             "checkpoint c/iter_0000008 | 16.4 MB in 2.5 s, training waited 0.10 s | removed 4",
         ),

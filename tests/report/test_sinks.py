@@ -108,7 +108,7 @@ def test_a_half_written_line_does_not_swallow_the_next(tmp_path: Path) -> None:
 def test_series_are_numbers_under_the_names_of_the_record() -> None:
     record = {"event": "train", "time": 1.0, "iteration": 3, "lm loss": 2.5, "grad-norm": None, "seconds-left": 9.0}
     assert series_of(record) == (3, {"lm loss": 2.5})
-    check = {"event": "fp8-check", "iteration": 4, "fallen-back-layers": "1 5", f"{FP8}/clipped": "nan"}
+    check = {"event": "fp8-check", "iteration": 4, "fallen-back-layers": [1, 5], f"{FP8}/clipped": "nan"}
     step, values = series_of(check) or (0, {})
     assert (step, values["fp8/fallen-back-layers"]) == (4, 2.0)
     assert math.isnan(values[f"{FP8}/clipped"])

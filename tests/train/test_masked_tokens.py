@@ -72,9 +72,7 @@ def require_one_gap(outcome: Outcome) -> None:
     for record in (first, *others):
         assert 4 < record["lm loss"] < 7
         assert 0 < record["grad-norm"] < 100
-    assert [(note["iteration"], note["of"]) for note in outcome.events("no-loss")] == [
-        (4, "the iterations since the last record")
-    ]
+    assert [(note["iteration"], note["of"]) for note in outcome.events("no-loss")] == [(4, "training")]
     assert outcome.events("spike") == outcome.events("skip") == []
     assert outcome.events("end")[0]["iteration"] == STEPS
 
@@ -150,7 +148,7 @@ def evaluated(weights: tuple[float | None, ...], masked: tuple[bool, ...]) -> tu
 def test_a_validation_set_without_tokens_has_no_loss_and_no_part_in_the_total(weights: tuple[Any, ...]) -> None:
     ((total, records),) = run_on_ranks(1, evaluated, weights, (False, True))
     note, record, again = records
-    assert (note["event"], note["of"]) == ("no-loss", "the validation samples code"), "once, not at each evaluation"
+    assert (note["event"], note["of"], note["sets"]) == ("no-loss", "validation", ["code"]), "once"
     assert record["lm loss validation/code"] is record["lm loss validation ppl/code"] is None
     assert total == record["lm loss validation"] == record["lm loss validation/web"] == again["lm loss validation"]
     assert 4 < total < 7
@@ -161,7 +159,7 @@ def test_a_validation_set_without_tokens_has_no_loss_and_no_part_in_the_total(we
 def test_an_evaluation_without_tokens_has_no_loss(weights: tuple[Any, ...]) -> None:
     ((total, records),) = run_on_ranks(1, evaluated, weights, (True, True))
     assert total is None
-    assert records[0]["of"] == "the validation samples web, code"
+    assert (records[0]["of"], records[0]["sets"]) == ("validation", ["web", "code"])
     assert records[1]["lm loss validation"] is records[1]["lm loss validation ppl"] is None
     assert format_record(records[1], 8).startswith("iteration 0/8 | lm loss validation - | ")
 

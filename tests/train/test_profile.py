@@ -62,7 +62,7 @@ def test_a_trace_has_its_steps_and_changes_no_number(tmp_path: Path) -> None:
     assert resumed.state == plain.state
 
     (record,) = [record for record in traced.records if record["event"] == "profile"]
-    assert (record["iteration"], record["steps"], record["ranks"]) == (3, 2, "1")
+    assert (record["iteration"], record["steps"], record["ranks"]) == (3, 2, [1])
     assert "%" in record["largest costs"].splitlines()[1]
     assert {path.name for path in (tmp_path / "profile-1").iterdir()} == {
         "steps-2-3.rank-1.pt.trace.json.gz",

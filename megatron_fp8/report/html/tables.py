@@ -5,8 +5,8 @@ Everything is text here, not yet escaped. Must not know how tables look.
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +15,13 @@ from typing import Any
 from megatron_fp8.report.durations import format_seconds
 from megatron_fp8.report.events import event_level, event_text
 from megatron_fp8.report.html.figures import LOSS, SCALES, VALIDATION, short, time_parts
-from megatron_fp8.report.html.read import Record, Run
+from megatron_fp8.report.html.read import Record, Run, flatten
 
 _NONE = "-"
 _YEAR_3000 = 32503680000
 _CHART = "precision chart"
 _COSTS = "largest costs"
-_CHART_ROW = re.compile(r"  (?P<tensor>\S.*?) {2,}(?P<size>\S+) B per (?P<per>.+?), (?P<format>.+)")
-_NOT_TEXT = ("event", "iteration", "time")
+_NOT_TEXT = ("event", "time", _CHART)
 
 
 @dataclass(frozen=True)
@@ -148,8 +147,9 @@ def _seconds(run: Run) -> str:
 
 def environment(runs: Sequence[Run]) -> list[Row]:
     """What the run says of itself when it starts, the chart left out."""
-    keys = dict.fromkeys(key for run in runs for key in run.start if key not in (*_NOT_TEXT, _CHART))
-    return [Row(key, [str(run.start.get(key, _NONE)) for run in runs]) for key in keys]
+    starts = [flatten({key: value for key, value in run.start.items() if key not in _NOT_TEXT}) for run in runs]
+    keys = dict.fromkeys(key for start in starts for key in start)
+    return [Row(key, [_config_value(start, key) for start in starts]) for key in keys]
 
 
 @dataclass(frozen=True)
@@ -203,25 +203,17 @@ def _event_text(event: Record) -> str:
 def profiles(run: Run) -> list[tuple[str, str]]:
     """Titles and texts of what cost most in the steps that were traced."""
     return [
-        (f"Up to iteration {event.get('iteration')}, rank {str(event.get('ranks')).split()[0]}", str(event[_COSTS]))
+        (f"Up to iteration {event.get('iteration')}, rank {event['ranks'][0]}", str(event[_COSTS]))
         for event in run.events
-        if event["event"] == "profile" and event.get(_COSTS)
+        if event["event"] == "profile" and event.get(_COSTS) and event.get("ranks")
     ]
 
 
-def chart(run: Run) -> tuple[list[tuple[str, list[dict[str, str]]]], str]:
-    """The precision chart's sections with their rows, and "", or nothing and its text where that has another form."""
-    text = str(run.start.get(_CHART, "")).strip("\n")
-    sections: list[tuple[str, list[dict[str, str]]]] = []
-    for line in text.splitlines():
-        row = _CHART_ROW.fullmatch(line)
-        if row is None and not line.startswith(" "):
-            sections.append((line, []))
-        elif row is not None and sections:
-            sections[-1][1].append(row.groupdict())
-        else:
-            return [], text
-    return sections, ""
+def chart(run: Run) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The precision chart's rows by section."""
+    rows = run.start.get(_CHART)
+    by_section = itertools.groupby(rows if isinstance(rows, list) else [], key=lambda row: row["section_label"])
+    return [(section, list(members)) for section, members in by_section]
 
 
 def config(runs: Sequence[Run]) -> list[Row]:
