@@ -56,7 +56,11 @@ def test_numbers_are_those_of_transformers_model(measured_model: Measured, their
     [
         (InferenceSettings(mode="fp32", tensor_model_parallel_size=2), TASKS),
         (InferenceSettings(mode="fp32"), TASKS),
-        (InferenceSettings(mode="fp32", pipeline_model_parallel_size=2, num_microbatches=4), SCORED),
+        pytest.param(
+            InferenceSettings(mode="fp32", pipeline_model_parallel_size=2, num_microbatches=4),
+            SCORED,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["tp2", "dp2", "pp2"],
 )

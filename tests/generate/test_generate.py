@@ -18,7 +18,7 @@ from megatron_fp8.generate.generation import Continuation, Limits
 from megatron_fp8.generate.sampling import Sampling
 from megatron_fp8.prepare.train_tokenizer import train_bpe
 from tests.e2e.launch import ROOT, run
-from tests.generate.models import SECTIONS, SEQ_LENGTH, VOCAB_SIZE, continuations
+from tests.generate.models import SECTIONS, SEQ_LENGTH, VOCAB_SIZE, continuations, state_after_an_exception
 from tests.hf.our_models import convert, train_and_save
 from tests.ranks import run_on_ranks
 from tests.small_run import small_config
@@ -122,6 +122,12 @@ def test_a_text_ends_at_the_end_token_the_limit_or_the_last_position(root, promp
     assert ended == [Continuation(unlimited[0].tokens[:before], "end of document")]
     assert short == [Continuation(unlimited[0].tokens[:2], "max_new_tokens")]
     assert none == [Continuation([], "max_new_tokens")]
+
+
+def test_an_exception_in_the_middle_leaves_the_model_as_it_was(root) -> None:
+    ((before, after),) = run_on_ranks(1, state_after_an_exception, root / "llama-run", [1, 2, 3])
+    assert before == [True, True]
+    assert after == before
 
 
 def test_the_tool_prints_what_the_model_says(root, tmp_path) -> None:
