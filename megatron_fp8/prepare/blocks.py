@@ -162,7 +162,8 @@ def _batch_rows(group: pyarrow.parquet.RowGroupMetaData, keys: Sequence[str], bl
     """Rows that hold about `block_bytes` of text."""
     columns = (group.column(number) for number in range(group.num_columns))
     size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
-    return min(max(block_bytes * group.num_rows // max(size, 1), 1), _MAX_ROWS)
+    num_rows: int = block_bytes * group.num_rows // max(size, 1)
+    return min(max(num_rows, 1), _MAX_ROWS)
 
 
 def _text_files(files: Sequence[InputFile], indices: Sequence[int], block_bytes: int) -> Iterator[Block]:

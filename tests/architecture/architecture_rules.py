@@ -57,7 +57,7 @@ SHARED_NAMES = frozenset(
         *("checkpoint", "environment", "profile"),
         # TODO of the merge
         *("difference", "our_run", "plan", "processes", "report", "work", "worker", "attention", "build", "groups"),
-        *("memory", "blocks", "preprocess", "norms", "state"),
+        *("memory", "blocks", "preprocess", "norms", "state", "evaluate"),
     }
 )
 # Writes to attributes that no class of this project declares, so to objects of other libraries, by the file's path. The
@@ -65,6 +65,7 @@ SHARED_NAMES = frozenset(
 FOREIGN_WRITES: dict[str, tuple[str, ...]] = {
     f"{PACKAGE}/bench/report.py": ("table.caption",),
     f"{PACKAGE}/commands/main.py": ("sys.argv",),
+    f"{PACKAGE}/commands/precision_chart.py": ("table.columns[2].justify",),
     f"{PACKAGE}/data/vocab/hugging_face.py": ("self._tokenizer.encode_special_tokens",),
     f"{PACKAGE}/model/build.py": ("megatron_config.finalize_model_grads_func", "megatron_config.no_sync_func"),
     f"{PACKAGE}/model/gpt.py": ("weight.shared_embedding", "weight.zero_out_wgrad", "weight.shared"),
