@@ -1,1 +1,1 @@
-"""The programs of this project: one module a command, each with `main(arguments)`; `megatron-fp8` runs them by name."""
+"""The command-line programs: `main` has their names and runs them; each is a module with `main(arguments)`."""

@@ -30,9 +30,15 @@ class Command:
 COMMANDS = {
     "train": Command("train", "train a model; under torchrun on several ranks"),
     "check": Command("train", "validate a config, reporting every mistake", ("--check",)),
+    "plan": Command("plan", "estimate memory, FLOPs, traffic and time of a run, or search layouts for it"),
+    "precision-chart": Command("precision_chart", "list the number format of every tensor of a run"),
     "data": Command("data", "inspect, verify, merge and split token files"),
     "preprocess": Command("preprocess", "tokenize text into token files"),
     "checkpoint": Command("checkpoint", "inspect, verify and compare checkpoints"),
+    "convert": Command("convert", "export a checkpoint to Hugging Face format, or import a model from it"),
+    "generate": Command("generate", "generate text from a checkpoint"),
+    "evaluate": Command("evaluate", "measure the loss of a checkpoint on token files"),
+    "lm-eval": Command("lm_eval", "evaluate a checkpoint on tasks of the lm-evaluation-harness"),
 }
 
 
