@@ -27,9 +27,9 @@ from megatron_fp8.config.rules_precision import check_precision
 from megatron_fp8.config.schema import Config, ParallelConfig
 from megatron_fp8.config.schema_model import PrecisionConfig
 from megatron_fp8.errors import BadInputError
+from megatron_fp8.precision.policy import FALLEN_BACK
 
 _EMBEDDING = "embedding.word_embeddings.weight"
-_FALLEN_BACK = "fallen_back"
 # Keys that can still be chosen for a given model; others are not suggested.
 _CHOICES = (
     "world_size",
@@ -74,7 +74,7 @@ class SavedModel:
     @property
     def fallen_back(self) -> list[int]:
         """Layers that had fallen back to BF16 when the checkpoint was saved."""
-        return self.manifest.lists.get(_FALLEN_BACK, [])
+        return self.manifest.lists.get(FALLEN_BACK, [])
 
     @property
     def num_positions(self) -> int:

@@ -19,7 +19,6 @@ _STANDARD_DEVIATION_IN_MADS = 1.4826
 # Of losses that hardly differ not every rise is a spike: the least deviation, as a share of the median.
 _LEAST_DEVIATION = 0.005
 _NORMAL, _SUSPECTS = "recent_losses", "suspected_steps"
-SPIKE_LISTS = frozenset({_NORMAL, _SUSPECTS})
 
 
 @dataclass
@@ -34,7 +33,7 @@ class RecentLosses:
     suspects: list[int] = field(default_factory=list)
 
     def as_lists(self) -> dict[str, list[float]]:
-        """Plain data by the names of `SPIKE_LISTS`, empty lists left out."""
+        """Plain data by name, without empty lists."""
         lists: dict[str, list[float]] = {_NORMAL: list(self.normal), _SUSPECTS: [*self.suspects]}
         return {name: values for name, values in lists.items() if values}
 

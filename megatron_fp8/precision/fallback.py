@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_fp8.precision.policy import HealthPolicy
+from megatron_fp8.precision.policy import COUNTED_LAYERS, COUNTS, FALLBACK_LISTS, FALLEN_BACK, HealthPolicy
 
 if TYPE_CHECKING:
     from megatron_fp8.precision.tensor_health import TensorHealth
@@ -69,21 +69,20 @@ class FallbackDecider:
         return changes
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Plain data: layers that have fallen back, and layers with a count and their counts."""
+        """Plain data by `FALLBACK_LISTS`: layers that have fallen back; layers with a count, and their counts."""
         counted = sorted(layer for layer, count in self._consecutive.items() if count)
         return {
-            "fallen_back": sorted(self._fallen_back),
-            "counted_layers": counted,
-            "counts": [self._consecutive[layer] for layer in counted],
+            FALLEN_BACK: sorted(self._fallen_back),
+            COUNTED_LAYERS: counted,
+            COUNTS: [self._consecutive[layer] for layer in counted],
         }
 
     def load_state_dict(self, saved: Mapping[str, list[int]]) -> None:
         """Load a `state_dict`. Raises ValueError for anything else."""
-        missing = {"fallen_back", "counted_layers", "counts"} - set(saved)
-        if missing or len(saved["counted_layers"]) != len(saved["counts"]):
+        if not saved.keys() >= set(FALLBACK_LISTS) or len(saved[COUNTED_LAYERS]) != len(saved[COUNTS]):
             raise ValueError(f"not the state of an FP8 fallback: {dict(saved)}")
-        self._fallen_back = set(saved["fallen_back"])
-        self._consecutive = dict(zip(saved["counted_layers"], saved["counts"], strict=True))
+        self._fallen_back = set(saved[FALLEN_BACK])
+        self._consecutive = dict(zip(saved[COUNTED_LAYERS], saved[COUNTS], strict=True))
 
 
 def worst_excess(tensors: Mapping[str, TensorHealth], policy: HealthPolicy) -> Excess | None:

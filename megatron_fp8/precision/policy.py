@@ -11,6 +11,8 @@ from megatron_fp8.config.schema_model import PrecisionConfig
 
 Fp8Format = Literal["hybrid", "e4m3"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+# Names of the lists in which a checkpoint's manifest has the state of the FP8 fallback.
+FALLBACK_LISTS = (FALLEN_BACK, COUNTED_LAYERS, COUNTS) = ("fallen_back", "counted_layers", "counts")
 
 
 @dataclass(frozen=True)

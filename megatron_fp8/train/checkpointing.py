@@ -15,7 +15,8 @@ from megatron_fp8.checkpoint.save import CheckpointWriter, SavedCheckpoint
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.load import dump_config
 from megatron_fp8.config.schema import Config
-from megatron_fp8.faults.spike import SPIKE_LISTS, RecentLosses
+from megatron_fp8.faults.spike import RecentLosses
+from megatron_fp8.precision.policy import FALLBACK_LISTS
 from megatron_fp8.report.record import Recorder
 from megatron_fp8.train.health import HealthWatch
 from megatron_fp8.train.interval import IntervalLoss
@@ -68,8 +69,8 @@ class Checkpointer:
         sums = self.live.load_own(checkpoint, _INTERVAL)
         if sums is not None:
             interval.restore(sums)
-        of_health = {name: values for name, values in manifest.lists.items() if name not in SPIKE_LISTS}
-        self._health.load_state_dict(of_health)
+        fallback = {name: manifest.lists[name] for name in FALLBACK_LISTS if name in manifest.lists}
+        self._health.load_state_dict(fallback)
         self._saved_iteration = manifest.iteration
         first = manifest.counters.get("first_validation_loss")
         recent = RecentLosses.from_lists(manifest.lists)
