@@ -76,7 +76,10 @@ def verified_start(start: Start, config: Config) -> tuple[Start, list[str]]:
         found = f"the checkpoint is corrupt: {'; '.join(problems)}"
         directory = CheckpointDirectory(start.checkpoint.parent)
         iteration = directory.iteration(start.checkpoint)
-        older = _older_on_rank_0(directory, iteration) if iteration is not None else None
+        older = None
+        if iteration is not None:
+            is_first = torch.distributed.get_rank() == 0
+            older = broadcast(directory.newest_intact(before=iteration, contents=False) if is_first else None)
         if not start.may_fall_back:
             use = f"checkpoint.ckpt_step={older}, or --resume=auto" if older is not None else "another checkpoint"
             raise BadInputError(f"{found}\n    use: {use}")
@@ -89,11 +92,6 @@ def verified_start(start: Start, config: Config) -> tuple[Start, list[str]]:
             raise BadInputError(f"{found}\n    the batch size changed before iteration {iteration}\n    use: {use}")
         start = chosen
     return start, notes
-
-
-def _older_on_rank_0(directory: CheckpointDirectory, iteration: int) -> int | None:
-    is_first = torch.distributed.get_rank() == 0
-    return broadcast(directory.newest_intact(before=iteration, contents=False) if is_first else None)
 
 
 def _length_by_samples(config: Config, start: Start) -> int | None:

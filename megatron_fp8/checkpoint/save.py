@@ -48,11 +48,10 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A write in progress. `writer` None: it could not be started, because of `failure`."""
+    """A write in progress, or why its process could not be started."""
 
     manifest: Manifest
-    writer: WriterProcess | None
-    failure: OSError | None
+    writer: WriterProcess | OSError
     started: float
     hold_up_seconds: float
 
@@ -77,21 +76,21 @@ class CheckpointWriter:
         on_rank_0(lambda: self._directory.begin(manifest.iteration), self._live.device)
         copies = [piece for content in self._live.contents(own or {}) if content.is_mine for piece in content.pieces()]
         rank = torch.distributed.get_rank()
-        writer, failure = None, None
+        writer: WriterProcess | OSError
         try:
             writer = WriterProcess(partial(write_part, path, rank, copies))
         except OSError as error:
             # Reported to all ranks by `wait`, with the errors of other writers.
-            failure = error
-        self._pending = _Pending(manifest, writer, failure, started, time.monotonic() - started)
+            writer = error
+        self._pending = _Pending(manifest, writer, started, time.monotonic() - started)
 
     def poll(self) -> SavedCheckpoint | None:
         """The checkpoint that was finished since the last call, or None. Collective while one is being written."""
         if self._pending is None:
             return None
         writer = self._pending.writer
-        running = torch.tensor([writer is not None and writer.is_running()], dtype=torch.int32)
-        running = running.to(self._live.device)
+        is_running = isinstance(writer, WriterProcess) and writer.is_running()
+        running = torch.tensor([is_running], dtype=torch.int32, device=self._live.device)
         torch.distributed.all_reduce(running)
         return None if running.item() else self.wait()
 
@@ -105,10 +104,15 @@ class CheckpointWriter:
         iteration = pending.manifest.iteration
         try:
             with all_or_none(self._live.device):
-                _require_written(pending)
+                if isinstance(pending.writer, OSError):
+                    raise pending.writer
+                if (reason := pending.writer.wait()) is not None:
+                    raise CheckpointError(reason)
         except CheckpointError as error:
+            # torch's writer may hide the system's error behind "iostream error".
+            free = f"{shutil.disk_usage(self._directory.root).free / 1e6:,.1f} MB free on its disk"
             raise CheckpointError(
-                f"the checkpoint of iteration {iteration} could not be written: {error}{self._free_space()}. "
+                f"the checkpoint of iteration {iteration} could not be written: {error} ({free}). "
                 f"The latest checkpoint is that of iteration {self._directory.latest()}"
             ) from error
         on_rank_0(lambda: self._commit(pending.manifest), self._live.device)
@@ -120,11 +124,6 @@ class CheckpointWriter:
             pending.hold_up_seconds + now - begun,
             now - pending.started,
         )
-
-    def _free_space(self) -> str:
-        """For an error: torch's writer may hide the system's behind "iostream error"."""
-        free_bytes = shutil.disk_usage(self._directory.root).free
-        return f" ({free_bytes / 1e6:,.1f} MB free on its disk)"
 
     def _commit(self, manifest: Manifest) -> None:
         incomplete = self._directory.incomplete(manifest.iteration)
@@ -164,19 +163,6 @@ def _listed_pieces(directory: Path) -> Iterator[WrittenPiece]:
     """The pieces of all ranks; removes the lists, which the index replaces."""
     for path in sorted(directory.glob(f"{_LISTS_PREFIX}*.json")):
         for new in json.loads(path.read_text(encoding="utf-8")):
-            piece = new["piece"]
-            where = Piece(
-                tuple(piece["offset"]), tuple(piece["shape"]), piece["file"], piece["start"], piece["num_bytes"]
-            )
-            yield WrittenPiece(new["key"], tuple(new["whole_shape"]), new["dtype"], where)
+            piece = {**new["piece"], "offset": tuple(new["piece"]["offset"]), "shape": tuple(new["piece"]["shape"])}
+            yield WrittenPiece(new["key"], tuple(new["whole_shape"]), new["dtype"], Piece(**piece))
         path.unlink()
-
-
-def _require_written(pending: _Pending) -> None:
-    """Wait for this rank's writer. Raises its error, OSError or CheckpointError."""
-    if pending.writer is None:
-        assert pending.failure is not None
-        raise pending.failure
-    reason = pending.writer.wait()
-    if reason is not None:
-        raise CheckpointError(reason)
