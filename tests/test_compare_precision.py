@@ -35,7 +35,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     texts = [Document(f"document{n}", " ".join(generator.choices(words, k=150)) + "\n") for n in range(60)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quickstart, "read_corpus", lambda: texts)
-        quickstart.prepare(data, 300, lambda progress: None)
+        quickstart.prepare(data, 300, lambda *step: None)
     return [
         "model.num_layers=2",
         "model.hidden_size=64",

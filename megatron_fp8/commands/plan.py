@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from megatron_fp8.commands.model_options import positive
+from megatron_fp8.config.config_warnings import config_warnings
 from megatron_fp8.config.load import LoadedConfig, load_config
-from megatron_fp8.config.warn import config_warnings
 from megatron_fp8.data.check_data import check_data
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.planner.flops import DEFAULT_MFU, UnknownPeakError

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_fp8.commands.model_options import positive
-from megatron_fp8.config.formats import describe_formats
+from megatron_fp8.config.fp8_formats import describe_formats
 from megatron_fp8.config.load import load_config
 from megatron_fp8.config.problem import ConfigError
 from megatron_fp8.data.check_data import check_data

@@ -70,14 +70,18 @@ def build_cached(
     If indices are missing, one rank per disk calls `build(directory)` while the others wait; otherwise nothing is
     written. Raises IndexCacheError on every rank when one cannot build, or when disks have different token files.
     """
-    wanted = _wanted(key) if reads_data else None
-    mine = None
-    if wanted is not None:
-        mine = wanted if isinstance(wanted, _Report) else _report(root, wanted)
+    wanted = mine = None
+    if reads_data:
+        try:
+            wanted = key()
+            sizes = hashlib.sha256(json.dumps(wanted.sizes, sort_keys=True).encode()).hexdigest()
+            mine = _Report(wanted.name, sizes, (root / wanted.name).is_dir())
+        except (OSError, BadInputError) as error:
+            # Reported, not raised: the others would wait forever.
+            mine = _Report(error=str(error))
     reports = _exchange(mine)
-    sizes = wanted.sizes if isinstance(wanted, Key) else None
     if len({report.sizes for report in reports if report is not None}) > 1:
-        raise IndexCacheError(_difference(all_gather(sizes)))
+        raise IndexCacheError(_difference(all_gather(wanted.sizes if wanted is not None else None)))
     if all(report.is_ready for report in reports if report is not None):
         return root / mine.name if mine is not None else None
     builders = _builders(root, reads_data, len(reports))
@@ -85,19 +89,6 @@ def build_cached(
     built = _exchange(_build_missing(root, mine.name, build) if mine is not None and builder == _rank() else None)
     report = built[builder] if builder is not None else None
     return root / report.name if report is not None else None
-
-
-def _wanted(key: Callable[[], Key]) -> Key | _Report:
-    """The key, or the error, which is reported: the others would wait forever for a rank that raised."""
-    try:
-        return key()
-    except (OSError, BadInputError) as error:
-        return _Report(error=str(error))
-
-
-def _report(root: Path, key: Key) -> _Report:
-    sizes = hashlib.sha256(json.dumps(key.sizes, sort_keys=True).encode()).hexdigest()
-    return _Report(key.name, sizes, (root / key.name).is_dir())
 
 
 def _exchange(report: _Report | None) -> list[_Report | None]:
@@ -152,14 +143,19 @@ def _create_probe(root: Path, left: list[Path]) -> tuple[str | None, str | None]
 
 
 def _build_missing(root: Path, name: str, build: Callable[[Path], None]) -> _Report:
-    """Build the indices in `root` if they are missing. Errors are reported, as in `_wanted`."""
+    """Build the indices in `root` if they are missing. Errors are reported, not raised."""
     final = root / name
     try:
         if not final.is_dir():
             _sweep(root)
             with _temporary_directory(root, name) as directory:
                 build(directory)
-                _publish(directory, final)
+                try:
+                    directory.rename(final)
+                except OSError:
+                    # Another job may have been faster; then its equal directory stays.
+                    if not final.is_dir():
+                        raise
     except OSError as error:
         return _Report(error=_not_writable(root, error))
     except (BadInputError, ValueError) as error:
@@ -175,15 +171,6 @@ def _temporary_directory(root: Path, name: str) -> Iterator[Path]:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _publish(directory: Path, final: Path) -> None:
-    """Rename the complete directory; if another job was faster, keep its equal directory."""
-    try:
-        directory.rename(final)
-    except OSError:
-        if not final.is_dir():
-            raise
 
 
 def _sweep(root: Path) -> None:

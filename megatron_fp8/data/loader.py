@@ -94,23 +94,17 @@ class BatchLoader:
         self._tp_group = tp_group
         self._needs_data = needs_data
         # The end-of-document id after which positions restart, and that after which attention does.
-        self._reset_positions_after = (
-            documents.eod_id if documents is not None and documents.reset_position_ids else None
-        )
-        self._reset_attention_after = (
-            documents.eod_id if documents is not None and documents.reset_attention_mask else None
-        )
+        self._reset_positions_after = documents.eod_id if documents and documents.reset_position_ids else None
+        self._reset_attention_after = documents.eod_id if documents and documents.reset_attention_mask else None
         self._start = consumed_samples
         self._drawn_steps = 0
         self._queues: list[deque[MicroBatch]] = []
         self._taken: list[int] = []
         self._prefetched: deque[Future[_HostStep]] = deque()
         self._next_sample = consumed_samples
-        self._pool = (
-            ThreadPoolExecutor(num_workers, thread_name_prefix="prefetch")
-            if num_workers > 0 and self._is_reader
-            else None
-        )
+        self._pool: ThreadPoolExecutor | None = None
+        if num_workers > 0 and self._is_reader:
+            self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="prefetch")
         self._prefetch()
 
     def __enter__(self) -> BatchLoader:
@@ -196,7 +190,7 @@ class BatchLoader:
     def _to_device(self, lengths: list[Tensor]) -> Sequence[Tensor]:
         """The same on the device, by one asynchronous copy."""
         joined = torch.cat(lengths).pin_memory()
-        return joined.to(self._device, non_blocking=True).split([len(each) for each in lengths])
+        return joined.to(self._device, non_blocking=True).split_with_sizes([len(each) for each in lengths])
 
     def _absent(self) -> list[MicroBatch]:
         """Micro-batches without tokens: reading them by mistake fails on their shape."""

@@ -14,9 +14,10 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,13 +143,6 @@ class SplitOrder:
         return int(self.blend.file_of[number]), int(self.blend.sample_of[number])
 
 
-def blend_weights(blend: Blend, indices: Sequence[TokenIndex]) -> list[float]:
-    """The blend's weights; without any, the tokens of each file's documents that are read."""
-    if blend.weights is not None:
-        return list(blend.weights)
-    return [float(tokens_read(blend, index)) for index in indices]
-
-
 def tokens_read(blend: Blend, index: TokenIndex) -> int:
     """Tokens of a file's documents that the blend reads."""
     documents = blend.documents(len(index.lengths_tokens))
@@ -160,7 +154,7 @@ def build_order(blend: Blend, seq_length: int, seed: int, num_samples: int) -> S
     indices = [read_index(prefix) for prefix in blend.prefixes]
     blended = None
     if len(indices) > 1:
-        blended = blend_order(blend_weights(blend, indices), num_samples)
+        blended = blend_order(blend.weights or [tokens_read(blend, index) for index in indices], num_samples)
     files = []
     for number, index in enumerate(indices):
         drawn = num_samples if blended is None else blended.num_samples_of(number)
@@ -197,12 +191,12 @@ def _load_file(directory: Path, name: str) -> Order | None:
     return Order(*(_load(path) for path in paths))
 
 
-def _load(path: Path) -> NDArray:
+def _load(path: Path) -> NDArray[Any]:
+    # Not `np.load`, which also reads archives.
+    open_array: Callable[..., NDArray[Any]] = np.lib.format.open_memmap
     try:
-        # Not `np.load`, which also reads archives.
-        array: NDArray = np.lib.format.open_memmap(path, mode="r")
+        return open_array(path, mode="r")
     except (OSError, ValueError, EOFError) as error:
         raise BadInputError(
             f"{path} cannot be read: {error}. Remove the directory {path.parent}; the next start rebuilds it"
         ) from error
-    return array

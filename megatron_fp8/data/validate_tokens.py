@@ -6,7 +6,6 @@ Imports no torch: it runs before the ranks start.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +21,6 @@ NUM_SAMPLES = 64
 MAKE_AGAIN = "recreate the pair with tools/preprocess_data.py"
 _MAX_DOCUMENTS = 1000
 _EOD_KEYS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-
-
-@dataclass(frozen=True)
-class _BadId:
-    """A token id outside the vocabulary and its position in the file."""
-
-    token_id: int
-    position: int
 
 
 def bytes_read_for_ids(prefix: str) -> int:
@@ -58,17 +49,18 @@ def check_token_file(
     mistake = mistake_of_pair(prefix, index)
     if mistake is not None:
         return [Problem(key, prefix, mistake, MAKE_AGAIN)]
-    bad = _bad_id(prefix, index, vocab_size, read_all, on_bytes)
-    if bad is None:
+    found = _id_outside(prefix, index, vocab_size, read_all, on_bytes)
+    if found is None:
         return []
+    token_id, position = found
     ends = np.cumsum(index.lengths_tokens, dtype=np.int64)
-    document = int(np.searchsorted(ends, bad.position, side="right"))
+    document = int(np.searchsorted(ends, position, side="right"))
     return [
         Problem(
             key,
             prefix,
-            f"it holds token id {bad.token_id}, but the vocabulary has {vocab_size} tokens: it was made with another "
-            f"tokenizer or is corrupt (token {bad.position} of the file, in document {document})",
+            f"it holds token id {token_id}, but the vocabulary has {vocab_size} tokens: it was made with another "
+            f"tokenizer or is corrupt (token {position} of the file, in document {document})",
             "set data.tokenizer_model to the tokenizer that made the file, or recreate the file",
         )
     ]
@@ -101,14 +93,14 @@ def mistake_of_pair(prefix: str, index: TokenIndex) -> str | None:
     return None
 
 
-def _bad_id(
+def _id_outside(
     prefix: str, index: TokenIndex, vocab_size: int, read_all: bool, on_bytes: Callable[[int], None] | None
-) -> _BadId | None:
-    """The first id outside the vocabulary among those that are read."""
+) -> tuple[int, int] | None:
+    """The first id outside the vocabulary among those that are read, and its position in the file."""
     for start, part in _parts_to_read(prefix, index.dtype, read_all):
         if len(part) and (int(part.max()) >= vocab_size or int(part.min()) < 0):
             place = int(np.flatnonzero((part >= vocab_size) | (part < 0))[0])
-            return _BadId(int(part[place]), start + place)
+            return int(part[place]), start + place
         if on_bytes is not None:
             on_bytes(part.nbytes)
     return None

@@ -23,7 +23,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_fp8 import device as devices
 from megatron_fp8.checkpoint.manifest import CheckpointError
-from megatron_fp8.checkpoint.saved_model import MASTER, SavedModel
+from megatron_fp8.checkpoint.plain_index import FP8_WEIGHT, FP8_WEIGHT_SCALE, MASTER, PRECISION, WEIGHT
+from megatron_fp8.checkpoint.saved_model import SavedModel
 from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.errors import BadInputError
@@ -35,17 +36,11 @@ from megatron_fp8.report.library_warnings import hide_meaningless_warnings
 
 if TYPE_CHECKING:
     # They look for CUDA when imported, so `devices.prepare()` comes first.
-    from megatron_fp8.checkpoint.whole_tensors import TensorReader
+    from megatron_fp8.checkpoint.tensor_files import TensorReader
     from megatron_fp8.model.gpt import GPTStage
     from megatron_fp8.parallel.groups import ParallelGroups
     from megatron_fp8.precision.manager import PrecisionManager
     from megatron_fp8.train.step import BatchShape, Stepper
-
-_SCALING_STATE = "precision."
-# FP8 weights are saved as bytes and scale-inv.
-_FP8_BYTES, _FP8_SCALE = "fp8_weights.", "fp8_weight_scales."
-# A weight that its master weight does not determine, since that was rounded after the cast.
-_WEIGHT = "weight."
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ def load_model(saved: SavedModel, device: devices.Device) -> LoadedModel:
     Whole tensors are read and cut one at a time: beside the model a rank holds one parameter in FP32. Raises
     CheckpointError when a file is corrupt or the tensors do not fit the checkpoint's config.
     """
-    from megatron_fp8.checkpoint.whole_tensors import TensorReader
+    from megatron_fp8.checkpoint.tensor_files import TensorReader, scaling_state
     from megatron_fp8.model.build import attach_layers, build_stages
     from megatron_fp8.parallel.groups import amax_group, build_groups, seed_ranks
     from megatron_fp8.precision.manager import PrecisionManager
@@ -130,7 +125,8 @@ def load_model(saved: SavedModel, device: devices.Device) -> LoadedModel:
     stages = build_stages(config, layout, saved.vocab_size, groups, precision, device.torch_device)
     attach_layers(precision, stages)
     reader = TensorReader(saved.checkpoint)
-    notes = precision.load_state_dict(_scaling_state(reader) if policy.fp8 is not None else {})
+    saved_state = {name: reader.read(name) for name in reader.index if name.startswith(PRECISION)}
+    notes = precision.load_state_dict(scaling_state(saved_state) if policy.fp8 is not None else {})
     _fill(stages, reader, config.model.activation, groups)
     precision.fall_back(saved.fallen_back)
     for stage in stages:
@@ -138,12 +134,6 @@ def load_model(saved: SavedModel, device: devices.Device) -> LoadedModel:
     return LoadedModel(
         config, layout, saved.vocab_size, saved.num_positions, device, groups, precision, stages, tuple(notes)
     )
-
-
-def _scaling_state(reader: TensorReader) -> dict[str, Tensor]:
-    names = [name for name in reader.index if name.startswith(_SCALING_STATE)]
-    state = {name.removeprefix(_SCALING_STATE): reader.read(name) for name in names}
-    return {name: tensor if name.startswith("layers.") else tensor.reshape(()) for name, tensor in state.items()}
 
 
 @torch.no_grad()
@@ -161,13 +151,13 @@ def _fill(stages: Sequence[GPTStage], reader: TensorReader, activation: str, gro
     for name, parameter in named:
         sharding = parameter_sharding(name, activation)
         if not isinstance(parameter, QuantizedTensor):
-            stored = _WEIGHT + name if _WEIGHT + name in reader.index else MASTER + name
+            stored = WEIGHT + name if WEIGHT + name in reader.index else MASTER + name
             parameter.copy_(_my_part(reader, stored, parameter, sharding, groups.tp))
             continue
         parameter.clear_high_precision_init_val()
-        if _FP8_SCALE + name in reader.index and isinstance(parameter._quantizer, Float8Quantizer):
-            parameter._data.copy_(_my_part(reader, _FP8_BYTES + name, parameter, sharding, groups.tp))
-            parameter._scale_inv.copy_(reader.read(_FP8_SCALE + name))
+        if FP8_WEIGHT_SCALE + name in reader.index and isinstance(parameter._quantizer, Float8Quantizer):
+            parameter._data.copy_(_my_part(reader, FP8_WEIGHT + name, parameter, sharding, groups.tp))
+            parameter._scale_inv.copy_(reader.read(FP8_WEIGHT_SCALE + name))
             parameter._reset_caches()
             continue
         # As the optimizer does in a step.

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fp8.checkpoint.manifest import CheckpointError, damage
-from megatron_fp8.checkpoint.saved_model import MASTER, kept_checkpoint, read_config
+from megatron_fp8.checkpoint.manifest import CheckpointError, find_corruption
+from megatron_fp8.checkpoint.plain_index import MASTER
+from megatron_fp8.checkpoint.saved_model import kept_checkpoint, read_config
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.tokenizer import AUTO, END_OF_DOCUMENT, HUGGING_FACE, Tokenizer
 from megatron_fp8.errors import BadInputError
@@ -21,7 +22,7 @@ from megatron_fp8.hf.tokenizer_files import TOKENIZER, copy_tokenizer, describe_
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_fp8.checkpoint.whole_tensors import TensorReader
+    from megatron_fp8.checkpoint.tensor_files import TensorReader
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -72,13 +73,13 @@ def _export(
     tokenizer = _tokenizer(config, settings) if settings.with_tokenizer else None
     # Every key that cannot be expressed, before a byte of the weights is read.
     config_json(config.model, vocab_size=1)
-    problems = list(damage(checkpoint, contents=settings.verify))
+    problems = list(find_corruption(checkpoint, contents=settings.verify))
     if problems:
         raise CheckpointError(f"the checkpoint is corrupt: {'; '.join(problems)}")
 
     import torch
 
-    from megatron_fp8.checkpoint.whole_tensors import TensorReader
+    from megatron_fp8.checkpoint.tensor_files import TensorReader
 
     reader = TensorReader(checkpoint)
     embedding = reader.index.get(MASTER + _EMBEDDING)

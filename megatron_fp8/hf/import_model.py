@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_fp8 import __version__
-from megatron_fp8.checkpoint.directory import CheckpointDirectory
+from megatron_fp8.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import Manifest, write_sums
-from megatron_fp8.checkpoint.saved_model import MASTER
-from megatron_fp8.checkpoint.start import CHECKPOINTS
-from megatron_fp8.config.dump import dump_config
+from megatron_fp8.checkpoint.plain_index import MASTER
+from megatron_fp8.config.load import dump_config
 from megatron_fp8.config.schema import Config, ModelConfig
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf import read_model, tensor_groups
@@ -91,8 +90,7 @@ def _write_checkpoint(
     weights: Mapping[str, StoredWeight],
     on_tensor: Callable[[str, int], None],
 ) -> None:
-    from megatron_fp8.checkpoint.index import write_index
-    from megatron_fp8.checkpoint.pieces import NewPiece, write_pieces
+    from megatron_fp8.checkpoint.tensor_files import NewPiece, write_index, write_pieces
 
     directory = checkpoints.begin(0)
     written = []

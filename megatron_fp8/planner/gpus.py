@@ -1,7 +1,7 @@
 """Tabulates GPUs: what NVIDIA publishes about each, and what it does not. Imports no torch.
 
-Peaks are for dense matrices in TFLOP/s (NVIDIA's data sheets print the doubled numbers of 2:4 sparsity first), memory in
-GB, bandwidths in GB/s; NVLink and network count one direction (NVIDIA's NVLink numbers count both).
+Peaks are for dense matrices in TFLOP/s (NVIDIA's data sheets print the doubled numbers of 2:4 sparsity first), memory
+in GB, bandwidths in GB/s; NVLink and network count one direction (NVIDIA's NVLink numbers count both).
 
 Sources: NVIDIA A100 Tensor Core GPU datasheet (2021); NVIDIA H100 Tensor Core GPU datasheet (SXM5, NVL) and Hopper
 architecture whitepaper (PCIe); NVIDIA H200 Tensor Core GPU datasheet; HGX B200 of NVIDIA's HGX datasheet, an eighth of

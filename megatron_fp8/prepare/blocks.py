@@ -13,8 +13,8 @@ import pyarrow.parquet
 from megatron_fp8.prepare.input_files import JSONL, PARQUET, InputError, InputFile, Stream
 
 BLOCK_BYTES = 2**20
-MAX_TEXT_BYTES = 2**28
-"""Of a line or a text file. A text is encoded in one call, in which libraries take many times its size in memory."""
+MAX_TEXT_BYTES = 2**26
+"""Of a line or a text file. A text is encoded in one call, in which libraries take over a hundred times its size."""
 _MAX_ROWS = 10_000
 
 
@@ -162,7 +162,8 @@ def _batch_rows(group: pyarrow.parquet.RowGroupMetaData, keys: Sequence[str], bl
     """Rows that hold about `block_bytes` of text."""
     columns = (group.column(number) for number in range(group.num_columns))
     size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
-    return min(max(block_bytes * group.num_rows // max(size, 1), 1), _MAX_ROWS)
+    num_rows: int = block_bytes * group.num_rows // max(size, 1)
+    return min(max(num_rows, 1), _MAX_ROWS)
 
 
 def _text_files(files: Sequence[InputFile], indices: Sequence[int], block_bytes: int) -> Iterator[Block]:

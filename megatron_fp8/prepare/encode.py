@@ -39,16 +39,16 @@ class BrokenLineError(Exception):
     """A line is not a JSON object with a text under each key, a row has no text, or a file is not UTF-8."""
 
     def __init__(self, source: str, line_number: int | None, reason: str, missing_key: str | None = None) -> None:
-        line = f", line {line_number}" if line_number is not None else ""
-        super().__init__(f"{source}{line}: {reason}")
+        # Exceptions are pickled by their arguments, in worker processes.
+        super().__init__(source, line_number, reason, missing_key)
         self.source = source
         self.line_number = line_number
         self.reason = reason
         self.missing_key = missing_key
 
-    def __reduce__(self) -> tuple[type[BrokenLineError], tuple[str, int | None, str, str | None]]:
-        """Pickled by its parts, to survive being raised in a worker process."""
-        return type(self), (self.source, self.line_number, self.reason, self.missing_key)
+    def __str__(self) -> str:
+        line = f", line {self.line_number}" if self.line_number is not None else ""
+        return f"{self.source}{line}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,6 @@ class EncodedBlock:
     num_broken: int
     broken: list[BrokenLineError]
     """The first few."""
-
-
-@dataclass(frozen=True)
-class Texts:
-    """The texts of a block under each key, and the records that were skipped."""
-
-    by_key: dict[str, list[str]]
-    broken: list[BrokenLineError]
 
 
 def encode_blocks(
@@ -176,10 +168,10 @@ def _encode_in_worker(block: Block, settings: Settings) -> EncodedBlock:
 
 def encode_block(block: Block, tokenizer: Tokenizer, settings: Settings) -> EncodedBlock:
     """Encode every text. Raises BrokenLineError at the first broken record unless they are to be skipped."""
-    texts = texts_of(block, settings)
-    by_key = {key: encode_documents(of_key, tokenizer, settings.append_eod) for key, of_key in texts.by_key.items()}
+    texts, broken = texts_of(block, settings)
+    by_key = {key: encode_documents(of_key, tokenizer, settings.append_eod) for key, of_key in texts.items()}
     without_contents = replace(block, lines=b"", rows=None, files=())
-    return EncodedBlock(without_contents, by_key, len(texts.broken), texts.broken[:_KEPT_BROKEN])
+    return EncodedBlock(without_contents, by_key, len(broken), broken[:_KEPT_BROKEN])
 
 
 def encode_documents(texts: Sequence[str], tokenizer: Tokenizer, append_eod: bool) -> Encoded:
@@ -200,18 +192,14 @@ def encode_documents(texts: Sequence[str], tokenizer: Tokenizer, append_eod: boo
     return Encoded(tokens, lengths.tolist(), text_bytes, len(texts) - len(documents))
 
 
-def texts_of(block: Block, settings: Settings) -> Texts:
-    """The texts of a block. Raises BrokenLineError at the first broken record unless they are to be skipped."""
-    texts = Texts({key: [] for key in settings.keys}, [])
-    for record in _records(block, settings.keys):
-        if not isinstance(record, BrokenLineError):
-            for key, text in zip(settings.keys, record, strict=True):
-                texts.by_key[key].append(text)
-        elif settings.skip_broken_lines:
-            texts.broken.append(record)
-        else:
-            raise record
-    return texts
+def texts_of(block: Block, settings: Settings) -> tuple[dict[str, list[str]], list[BrokenLineError]]:
+    """The texts of a block under each key, and the broken records, the first of which is raised unless skipped."""
+    records = list(_records(block, settings.keys))
+    broken = [record for record in records if isinstance(record, BrokenLineError)]
+    if broken and not settings.skip_broken_lines:
+        raise broken[0]
+    texts = [record for record in records if not isinstance(record, BrokenLineError)]
+    return {key: [record[number] for record in texts] for number, key in enumerate(settings.keys)}, broken
 
 
 def _records(block: Block, keys: Sequence[str]) -> Iterator[list[str] | BrokenLineError]:
@@ -227,14 +215,12 @@ def _records(block: Block, keys: Sequence[str]) -> Iterator[list[str] | BrokenLi
     elif block.kind == "rows":
         assert block.rows is not None
         for number, texts in enumerate(zip(*(block.rows[key] for key in keys), strict=True), block.first_number):
-            missing = [key for key, text in zip(keys, texts, strict=True) if text is None]
-            broken = [key for key, text in zip(keys, texts, strict=True) if isinstance(text, bytes)]
-            if missing:
-                yield BrokenLineError(block.source, number, f"{missing[0]!r} is null")
-            elif broken:
-                yield BrokenLineError(block.source, number, f"{broken[0]!r} is not UTF-8")
-            else:
-                yield [text for text in texts if isinstance(text, str)]
+            valid = [text for text in texts if isinstance(text, str)]
+            if len(valid) == len(keys):
+                yield valid
+                continue
+            key, text = next(pair for pair in zip(keys, texts, strict=True) if not isinstance(pair[1], str))
+            yield BrokenLineError(block.source, number, f"{key!r} is {'null' if text is None else 'not UTF-8'}")
     else:
         for source, content in block.files:
             try:

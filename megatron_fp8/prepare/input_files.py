@@ -127,7 +127,8 @@ def _check(file: InputFile, keys: Sequence[str]) -> None:
 def _is_text(kind: pyarrow.DataType) -> bool:
     if pyarrow.types.is_dictionary(kind):
         return _is_text(kind.value_type)
-    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)
+    kinds = pyarrow.types
+    return bool(kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_string_view(kind))
 
 
 class Stream:

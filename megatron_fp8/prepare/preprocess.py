@@ -180,7 +180,13 @@ def _encode_rest(
             if time.monotonic() - saved_at >= execution.save_seconds:
                 _save(writers, note, progress)
                 saved_at = time.monotonic()
-        _require_text(progress)
+        for key, state in progress.by_key.items():
+            if state.num_documents == 0:
+                first = f", the first: {progress.broken[0]}" if progress.broken else ""
+                raise NoTextError(
+                    f"no text under {key!r} ({state.num_empty} empty documents, {progress.num_broken} broken lines"
+                    f"{first})"
+                )
         progress.all_read = True
         _save(writers, note, progress)
 
@@ -204,15 +210,6 @@ def _save(writers: dict[str, TokenFileWriter], note: ProgressFile, progress: Pro
     for writer in writers.values():
         writer.sync()
     note.write(progress)
-
-
-def _require_text(progress: Progress) -> None:
-    for key, state in progress.by_key.items():
-        if state.num_documents == 0:
-            first = f", the first: {progress.broken[0]}" if progress.broken else ""
-            raise NoTextError(
-                f"no text under {key!r} ({state.num_empty} empty documents, {progress.num_broken} broken lines{first})"
-            )
 
 
 class ProgressFile:

@@ -16,6 +16,7 @@ import json
 import platform
 import sysconfig
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,19 +27,10 @@ SPLITS = ("train", "valid")
 TOKENIZER_FILE = "tokenizer.json"
 DATA_FILES = (TOKENIZER_FILE, *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx")))
 COMPLETE_FILE = "complete.json"
+OnProgress = Callable[[str, int, int], None]
+"""Called with a stage of the work, its bytes of text that are done, and all bytes of text."""
 EXCLUDED_DIRECTORIES = frozenset(
-    {
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "test",
-        "tests",
-        "idle_test",
-        "testmock",
-        "encodings",
-        "ensurepip",
-        "pydoc_data",
-    }
+    "site-packages dist-packages __pycache__ test tests idle_test testmock encodings ensurepip pydoc_data".split()
 )
 EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")
 MAX_CORPUS_BYTES = 16 * 2**20
@@ -59,15 +51,6 @@ class Summary:
     text_bytes: int
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Progress of the preparation, for display."""
-
-    stage: str
-    done_bytes: int
-    total_bytes: int
-
-
 def complete_summary(directory: Path, vocab_size: int) -> Summary | None:
     """The summary of a directory that is complete for this `vocab_size`; None if it is not."""
     try:
@@ -81,7 +64,7 @@ def complete_summary(directory: Path, vocab_size: int) -> Summary | None:
         return None
 
 
-def prepare(directory: Path, vocab_size: int, on_progress: Callable[[Progress], None]) -> Summary:
+def prepare(directory: Path, vocab_size: int, on_progress: OnProgress) -> Summary:
     """Make the files. Raises CorpusError, OSError, and ValueError for a vocabulary below 257 tokens."""
     # Imported here so that recognizing a complete directory is fast.
     from megatron_fp8.prepare.encode import encode_documents
@@ -92,7 +75,7 @@ def prepare(directory: Path, vocab_size: int, on_progress: Callable[[Progress], 
     (directory / COMPLETE_FILE).unlink(missing_ok=True)
     documents = read_corpus()
     total_bytes = sum(len(document.text.encode()) for document in documents)
-    on_progress(Progress("training the tokenizer", 0, total_bytes))
+    on_progress("training the tokenizer", 0, total_bytes)
     # The tokenizer is not trained on held-out documents either.
     training_texts = [document.text for document in documents if not document.is_validation]
     tokenizer = train_bpe(training_texts, vocab_size, directory / TOKENIZER_FILE)
@@ -108,7 +91,7 @@ def prepare(directory: Path, vocab_size: int, on_progress: Callable[[Progress], 
                 encoded = encode_documents([document.text], tokenizer, append_eod=True)
                 writer.add_documents(encoded.tokens, encoded.lengths_tokens)
                 done_bytes += encoded.text_bytes
-                on_progress(Progress(f"encoding {split}", done_bytes, total_bytes))
+                on_progress(f"encoding {split}", done_bytes, total_bytes)
         num_documents[split], num_tokens[split] = writer.num_documents, writer.num_tokens
     summary = Summary(tokenizer.vocab_size, num_documents, num_tokens, total_bytes)
     _write_complete(directory, vocab_size, summary)
@@ -175,31 +158,18 @@ def _every_document(root: Path) -> Iterator[Document]:
     files = sorted(root.rglob("*.py"), key=lambda file: file.relative_to(root).as_posix())
     for file in files:
         name = file.relative_to(root).as_posix()
-        if not _is_excluded(name):
-            text = _text_of(file)
-            if text:
+        parts = PurePosixPath(name).parts
+        if EXCLUDED_DIRECTORIES.intersection(parts[:-1]) or any(part.startswith(EXCLUDED_PREFIXES) for part in parts):
+            continue
+        # The few files in other encodings are test data.
+        with suppress(UnicodeDecodeError):
+            if text := file.read_text(encoding="utf-8"):
                 yield Document(name, text)
 
 
 def _topics(root: Path) -> Iterator[Document]:
     """The texts of `help("...")`; missing where a distribution packages them separately."""
-    if not (root / "pydoc_data" / "topics.py").is_file():
-        return
-    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    for name in sorted(topics):
-        yield Document(f"pydoc_data/topics/{name}", topics[name])
-
-
-def _is_excluded(name: str) -> bool:
-    *directories, file = PurePosixPath(name).parts
-    if any(directory in EXCLUDED_DIRECTORIES for directory in directories):
-        return True
-    return any(part.startswith(EXCLUDED_PREFIXES) for part in (*directories, file))
-
-
-def _text_of(file: Path) -> str | None:
-    """The file's text; None for the few in other encodings, which are test data."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return None
+    if (root / "pydoc_data" / "topics.py").is_file():
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+        for name in sorted(topics):
+            yield Document(f"pydoc_data/topics/{name}", topics[name])

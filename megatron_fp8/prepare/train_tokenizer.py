@@ -66,7 +66,7 @@ def _evenly_spread_texts(
         if taken_bytes * total_bytes > max_bytes * block.done_bytes:
             continue
         taken_bytes += block.size_bytes
-        for texts in texts_of(block, settings).by_key.values():
+        for texts in texts_of(block, settings)[0].values():
             yield from texts
 
 

@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         f"{PACKAGE}.checkpoint.plain_index",
         f"{PACKAGE}.checkpoint.reading",
         f"{PACKAGE}.checkpoint.saved_model",
-        f"{PACKAGE}.checkpoint.start",
+        f"{PACKAGE}.checkpoint.resume",
         f"{PACKAGE}.precision.policy",
         f"{PACKAGE}.precision.chart",
         f"{PACKAGE}.precision.chart_labels",

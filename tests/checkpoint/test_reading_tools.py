@@ -79,7 +79,7 @@ def test_a_checkpoint_stays_while_it_is_looked_at(run: Run, command: str, monkey
         raise Worked
 
     name, _, one = command.partition(" ")
-    monkeypatch.setattr(checkpoint_tool, "read_plain_index" if name == "inspect" else "damage", look)
+    monkeypatch.setattr(checkpoint_tool, "read_plain_index" if name == "inspect" else "find_corruption", look)
     monkeypatch.setattr("megatron_fp8.checkpoint.difference.differences", look)
     path = str(run.directory.path(10) if one else run.path)
     with pytest.raises(Worked):

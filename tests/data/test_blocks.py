@@ -66,7 +66,7 @@ def blocks(path: Path, start: Position | None = None, block_bytes: int = 200) ->
 
 def documents(found: Sequence[Block]) -> list[str]:
     """The documents of consecutive blocks."""
-    return [text for block in found for text in texts_of(block, SETTINGS).by_key["text"]]
+    return [text for block in found for text in texts_of(block, SETTINGS)[0]["text"]]
 
 
 @pytest.mark.parametrize("write", FORMATS)
@@ -105,8 +105,8 @@ def test_a_text_file_beyond_the_limit_is_skipped_and_named(tmp_path: Path, monke
         documents(found)
     skipping = Settings(TokenizerFile(None, "ByteLevelTokenizer"), skip_broken_lines=True)
     kept = [texts_of(block, skipping) for block in found]
-    assert [len(texts.broken) for texts in kept if texts.broken] == [1]
-    assert [text for texts in kept for text in texts.by_key["text"]] == ["one", texts["c"], "three"]
+    assert [len(broken) for _, broken in kept if broken] == [1]
+    assert [text for by_key, _ in kept for text in by_key["text"]] == ["one", texts["c"], "three"]
     assert found[-1].end == Position(4)
 
 
@@ -176,9 +176,9 @@ def test_a_value_of_a_column_that_is_no_unicode_is_one_broken_row(tmp_path: Path
     (block,) = blocks(path, block_bytes=2**20)
     assert block.rows is not None
     assert block.rows["text"] == ["fine", b"\xff", None, "too"]
-    found = texts_of(block, Settings(TokenizerFile(None), ("text",), skip_broken_lines=True))
-    assert found.by_key["text"] == ["fine", "too"]
-    assert [(error.line_number, error.reason) for error in found.broken] == [
+    by_key, broken = texts_of(block, Settings(TokenizerFile(None), ("text",), skip_broken_lines=True))
+    assert by_key["text"] == ["fine", "too"]
+    assert [(error.line_number, error.reason) for error in broken] == [
         (2, "'text' is not UTF-8"),
         (3, "'text' is null"),
     ]
@@ -223,6 +223,6 @@ def test_a_record_that_is_too_deep_is_a_broken_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "before"}\n' + '{"text": "x", "deep": ' + "[" * 10**5 + "]" * 10**5 + "}\n")
     (block,) = blocks(path, block_bytes=2**20)
-    found = texts_of(block, Settings(TokenizerFile(None), ("text",), skip_broken_lines=True))
-    assert found.by_key["text"] == ["before"]
-    assert [error.line_number for error in found.broken] == [2]
+    by_key, broken = texts_of(block, Settings(TokenizerFile(None), ("text",), skip_broken_lines=True))
+    assert by_key["text"] == ["before"]
+    assert [error.line_number for error in broken] == [2]

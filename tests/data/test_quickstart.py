@@ -23,7 +23,7 @@ def documents(monkeypatch: pytest.MonkeyPatch) -> list[Document]:
 
 def test_files_hold_the_corpus(documents: list[Document], tmp_path: Path) -> None:
     progress = []
-    summary = prepare(tmp_path, VOCAB_SIZE, progress.append)
+    summary = prepare(tmp_path, VOCAB_SIZE, lambda *step: progress.append(step))
     tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
     for split in ("train", "valid"):
         assert check_token_file(str(tmp_path / split), tokenizer.vocab_size) == []
@@ -36,35 +36,35 @@ def test_files_hold_the_corpus(documents: list[Document], tmp_path: Path) -> Non
         assert summary.num_documents[split] == len(expected)
         assert summary.num_tokens[split] == sum(map(len, expected))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*DATA_FILES, COMPLETE_FILE])
-    assert progress[-1].done_bytes == progress[-1].total_bytes == summary.text_bytes
+    assert progress[-1] == ("encoding valid", summary.text_bytes, summary.text_bytes)
     assert complete_summary(tmp_path, VOCAB_SIZE) == summary
 
 
 def test_the_same_text_gives_the_same_bytes(documents: list[Document], tmp_path: Path) -> None:
     for name in ("a", "b"):
-        prepare(tmp_path / name, VOCAB_SIZE, lambda progress: None)
+        prepare(tmp_path / name, VOCAB_SIZE, lambda *step: None)
     for name in DATA_FILES:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
 def test_another_vocabulary_is_not_complete(documents: list[Document], tmp_path: Path) -> None:
     assert complete_summary(tmp_path, VOCAB_SIZE) is None
-    prepare(tmp_path, VOCAB_SIZE, lambda progress: None)
+    prepare(tmp_path, VOCAB_SIZE, lambda *step: None)
     assert complete_summary(tmp_path, VOCAB_SIZE + 1) is None
 
 
 @pytest.mark.parametrize("stage", ["training the tokenizer", "encoding train", "encoding valid"])
 def test_an_interrupted_preparation_is_repaired(stage: str, documents: list[Document], tmp_path: Path) -> None:
-    def interrupt(progress: quickstart.Progress) -> None:
-        if progress.stage == stage:
+    def interrupt(begun: str, done_bytes: int, total_bytes: int) -> None:
+        if begun == stage:
             raise KeyboardInterrupt
 
-    prepare(tmp_path / "whole", VOCAB_SIZE, lambda progress: None)
-    prepare(tmp_path / "again", VOCAB_SIZE, lambda progress: None)
+    prepare(tmp_path / "whole", VOCAB_SIZE, lambda *step: None)
+    prepare(tmp_path / "again", VOCAB_SIZE, lambda *step: None)
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path / "again", VOCAB_SIZE, interrupt)
     assert complete_summary(tmp_path / "again", VOCAB_SIZE) is None
-    prepare(tmp_path / "again", VOCAB_SIZE, lambda progress: None)
+    prepare(tmp_path / "again", VOCAB_SIZE, lambda *step: None)
     for name in (*DATA_FILES, COMPLETE_FILE):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
@@ -72,7 +72,7 @@ def test_an_interrupted_preparation_is_repaired(stage: str, documents: list[Docu
 @pytest.mark.parametrize("name", [*DATA_FILES, COMPLETE_FILE])
 @pytest.mark.parametrize("damage", ["removed", "cut off"])
 def test_damage_is_noticed(name: str, damage: str, documents: list[Document], tmp_path: Path) -> None:
-    prepare(tmp_path, VOCAB_SIZE, lambda progress: None)
+    prepare(tmp_path, VOCAB_SIZE, lambda *step: None)
     path = tmp_path / name
     if damage == "removed":
         path.unlink()

@@ -77,5 +77,5 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     directory = tmp_path_factory.mktemp("tiny") / "data"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quickstart, "read_corpus", documents)
-        quickstart.prepare(directory, VOCAB_SIZE, lambda progress: None)
+        quickstart.prepare(directory, VOCAB_SIZE, lambda *step: None)
     return Tiny(directory)

@@ -101,8 +101,14 @@ def finished(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def test_the_run_directory_holds_config_metrics_and_console_log(finished: Finished) -> None:
     files = [name for name in content(finished.directory) if not name.startswith("checkpoints/")]
-    written = ["config.yaml", "console.log", "metrics.jsonl", "precision_chart.txt", "report.html"]
-    assert sorted(files) == [".lock", *written]
+    assert sorted(files) == [
+        ".lock",
+        "config.yaml",
+        "console.log",
+        "metrics.jsonl",
+        "precision_chart.txt",
+        "report.html",
+    ]
     checkpoints = finished.directory / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == [
         f"iter_{TRAIN_ITERS:07d}",

@@ -214,6 +214,6 @@ def test_a_damaged_checkpoint_is_refused(run, tmp_path) -> None:
     shutil.copytree(run / "checkpoints" / "iter_0000002", copy)
     largest = max(copy.iterdir(), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=f"damaged: .*{largest.name}"):
+    with pytest.raises(CheckpointError, match=f"corrupt: .*{largest.name}"):
         read_saved_model(copy, InferenceSettings(), 1)
     assert yaml.safe_load(read_saved_model(run, InferenceSettings(), 1).manifest.config)["run"]["name"] == "small"

@@ -152,7 +152,7 @@ def test_checkpoints_that_are_not_whole_and_outputs_that_exist(capsys, source, t
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert f"{file} is not what was written" in refused(capsys, "export", tmp_path / "in", out, "--no-tokenizer")
+    assert f"{file} is corrupt" in refused(capsys, "export", tmp_path / "in", out, "--no-tokenizer")
     file.write_bytes(content[:-1])
     text = refused(capsys, "export", checkpoint, out, "--no-tokenizer", "--skip-verify")
     assert str(file) in text

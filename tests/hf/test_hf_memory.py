@@ -32,7 +32,7 @@ import resource, sys
 from pathlib import Path
 import torch
 import torch.distributed.checkpoint, safetensors.torch
-import megatron_fp8.checkpoint.index, megatron_fp8.checkpoint.pieces
+import megatron_fp8.checkpoint.tensor_files
 from megatron_fp8.commands.convert import main
 torch.set_num_threads(1)
 limit_bytes = int(sys.argv[1])

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megatron_fp8.commands.plan import main
+from megatron_fp8.commands.train_options import summarize
 from megatron_fp8.config.check import check_config
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.load import load_config
-from megatron_fp8.config.summary import summarize
 from megatron_fp8.planner.flops import UnknownPeakError, flops_per_token, fp8_gain, run_duration
 from megatron_fp8.planner.gpus import GPUS
 from megatron_fp8.planner.memory import stage_memories

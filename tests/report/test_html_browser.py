@@ -60,7 +60,7 @@ def write_run(directory: Path, offset: float, num_steps: int = 30) -> Path:
             "event": "start",
             "device": "8 GPUs",
             "precision chart": [
-                {"section": "GEMM operands", "tensor": "fprop input", "size": 1.0, "per": "element", "format": "e4m3"}
+                {"size": 1.0, **dict.fromkeys(("section_label", "label", "per_label", "format_label"), "e4m3")}
             ],
         }
     ]

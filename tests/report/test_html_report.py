@@ -24,7 +24,6 @@ from megatron_fp8.report.html.read import read_run
 from tools.report import main
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;"
-LABELS = ("section_label", "label", "per_label", "format_label")
 
 
 def write(directory: Path, records: list[dict[str, Any]], config: str = "training: {train_iters: 4}\n") -> Path:
@@ -221,7 +220,9 @@ def test_nothing_from_the_runs_is_markup(tmp_path: Path) -> None:
         {
             "event": "start",
             EVIL: EVIL,
-            "precision chart": [{"size": 1.0, **dict.fromkeys(LABELS, EVIL)}],
+            "precision chart": [
+                dict.fromkeys(("section_label", "label", "per_label", "format_label"), EVIL) | {"size": 1.0}
+            ],
         },
         {"event": "train", "iteration": 1, EVIL.replace("/", ""): 3.0, "lm loss": 3.0},
         {"event": "validation", "iteration": 1, f"lm loss validation/{EVIL}": 1.0, "lm loss validation/b": 1.0},

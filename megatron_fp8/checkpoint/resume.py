@@ -1,8 +1,8 @@
-"""Owns the choice of what a run starts from: nothing, its own latest checkpoint, or somebody else's.
+"""Chooses what a run starts from: initial weights, its own latest checkpoint, or another run's.
 
-Files are looked at, none is changed; contents are verified later, by all ranks together. Who acts on the choice
-holds the run's directory, or the other run's checkpoint, from before it is looked at; who only looks holds nothing. A
-path that holds no checkpoint is a mistake, never a reason to start from random weights. Imports no torch.
+Nothing is changed here, and only sizes are compared; all ranks verify the contents later. A job locks the run's
+directory, or the other run's checkpoint, before it chooses; `--check` locks nothing. A path without a checkpoint is an
+error, never a reason to start from initial weights. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,50 +10,52 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_fp8.checkpoint.directory import TRACKER, CheckpointDirectory
-from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, damage, read_manifest
+from megatron_fp8.checkpoint.directory import CHECKPOINTS, TRACKER, CheckpointDirectory, find_directory
+from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, find_corruption, read_manifest
 from megatron_fp8.config.problem import ConfigError, Problem
+from megatron_fp8.config.run_start import START, Holds, Position, Resume, Start
 from megatron_fp8.config.rundir import reopen_run_directory
 from megatron_fp8.config.schema import Config
-from megatron_fp8.config.start import START, Holds, Position, Resume, Start
 
-CHECKPOINTS = "checkpoints"
-_MOST_DAMAGE_SHOWN = 4
+_MAX_PROBLEMS = 4
 
 
 def choose_start(config: Config, resume: Resume | None, holds: Holds | None = None) -> Start:
     """What a run of `config` starts from. Raises ConfigError with the reason and what to use instead.
 
-    `holds`: protects the choice from other jobs, and raises BadInputError where it cannot; None for a dry run. Raises
-    OSError where the system refuses a path (`config/places.py` has the words for it).
+    `holds`: locks the choice against other jobs, and raises BadInputError if it cannot; None for a dry run. Raises
+    OSError if the system refuses a path (`config/places.py` explains it).
     """
     settings = config.checkpoint
     if resume is not None and settings.load is not None:
         reason = "--resume continues the run's own checkpoints"
-        raise _mistake("checkpoint.load", settings.load, reason, "one of the two")
+        raise _mistake("checkpoint.load", settings.load, reason, "only one of the two")
     if resume is not None:
         return _resume(config, resume, holds)
     if settings.load is not None:
         return _load(Path(settings.load), config, holds)
     if settings.ckpt_step is not None:
-        reason = "there is nothing to load: neither checkpoint.load nor --resume is given"
-        raise _mistake("checkpoint.ckpt_step", settings.ckpt_step, reason, "--resume, or leave the key out")
+        reason = "neither checkpoint.load nor --resume is given, so nothing is loaded"
+        raise _mistake("checkpoint.ckpt_step", settings.ckpt_step, reason, "--resume, or remove the key")
     return Start()
 
 
 def _load(path: Path, config: Config, holds: Holds | None) -> Start:
     settings = config.checkpoint
     while True:
-        found = _find_directory(path)
-        directory = found if isinstance(found, CheckpointDirectory) else None
-        if isinstance(found, CheckpointDirectory):
-            checkpoint = _pick(found, settings.ckpt_step, "checkpoint.load", str(path))
+        directory = None if (path / MANIFEST).is_file() else find_directory(path)
+        if directory is not None:
+            checkpoint = _pick(directory, settings.ckpt_step, "checkpoint.load", str(path))
+        elif (path / MANIFEST).is_file():
+            checkpoint = path
         else:
-            checkpoint = found
-        # Gone: the run that it belongs to has removed it and has a newer one.
+            reason = "there is no checkpoint in it" if path.is_dir() else "there is no such directory"
+            use = "the path of a run, of its checkpoints, or of one of them; or remove the key to start from scratch"
+            raise _mistake("checkpoint.load", str(path), reason, use)
+        # Otherwise its run has removed it meanwhile, and has a newer one.
         if holds is None or holds.checkpoint(checkpoint):
             break
-    _require_whole(checkpoint, "checkpoint.load", str(path), directory)
+    _require_intact(checkpoint, "checkpoint.load", str(path), directory)
     return start_from(Start(weights_only=settings.load_weights_only), checkpoint)
 
 
@@ -66,44 +68,44 @@ def _resume(config: Config, resume: Resume, holds: Holds | None) -> Start:
     iterations = directory.iterations()
     if not iterations:
         if resume == "auto":
-            note = f"no checkpoint in {directory.root}: starting from the initial weights"
+            note = f"no checkpoint in {directory.root}: starting from initial weights"
             return Start(run_directory=run_directory if exists else None, may_fall_back=True, notes=(note,))
         reason = f"there is no checkpoint in {directory.root}, and --resume never starts from initial weights"
-        raise _mistake("run.name", config.run.name, reason, "the name of a run that has one; or leave --resume out")
+        raise _mistake("run.name", config.run.name, reason, "the name of a run that has one; or omit --resume")
     if resume == "latest":
         checkpoint = _pick(directory, config.checkpoint.ckpt_step, "run.name", config.run.name)
-        _require_whole(checkpoint, "run.name", config.run.name, directory)
+        _require_intact(checkpoint, "run.name", config.run.name, directory)
         return start_from(Start(run_directory, newest=iterations[-1]), checkpoint)
-    newest, notes = _newest_whole(directory, config)
+    newest, notes = _newest_intact(directory, config)
     start = Start(run_directory, may_fall_back=True, newest=iterations[-1], notes=tuple(notes))
     return start_from(start, directory.path(newest))
 
 
-def _newest_whole(directory: CheckpointDirectory, config: Config) -> tuple[int, list[str]]:
-    """The newest whole iteration as far as sizes tell, and what a person should know of those that are passed over."""
-    damaged: list[str] = []
+def _newest_intact(directory: CheckpointDirectory, config: Config) -> tuple[int, list[str]]:
+    """The newest iteration with an intact checkpoint, by sizes, and notes on those that were skipped."""
+    corrupt: list[str] = []
     for iteration in reversed(directory.iterations()):
-        problems = list(damage(directory.path(iteration), contents=False))
+        problems = list(find_corruption(directory.path(iteration), contents=False))
         if not problems:
             break
-        damaged += _first(problems)
+        corrupt += _first(problems)
     else:
-        reason = f"every checkpoint in {directory.root} is damaged: {'; '.join(_first(damaged))}"
-        raise _mistake("run.name", config.run.name, reason, "a copy of one, as checkpoint.load")
+        reason = f"every checkpoint in {directory.root} is corrupt: {'; '.join(_first(corrupt))}"
+        raise _mistake("run.name", config.run.name, reason, "checkpoint.load with a copy of one")
     notes = []
-    if damaged or iteration != _tracked(directory):
-        taken = f"taking iteration {iteration}, the newest whole checkpoint; {TRACKER} says {_tracked(directory)}"
-        notes.append("; ".join([taken, *damaged]))
+    if corrupt or iteration != _tracked(directory):
+        chosen = f"using iteration {iteration}, the newest intact checkpoint; {TRACKER} says {_tracked(directory)}"
+        notes.append("; ".join([chosen, *corrupt]))
     return iteration, notes
 
 
 def _first(problems: list[str]) -> list[str]:
-    more = len(problems) - _MOST_DAMAGE_SHOWN
-    return [*problems[:_MOST_DAMAGE_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+    more = len(problems) - _MAX_PROBLEMS
+    return [*problems[:_MAX_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]
 
 
 def start_from(start: Start, checkpoint: Path) -> Start:
-    """`start` from that checkpoint, whose manifest is read."""
+    """`start` from this checkpoint; reads its manifest."""
     manifest = read_manifest(checkpoint)
     position = START
     if not start.weights_only:
@@ -118,18 +120,6 @@ def _tracked(directory: CheckpointDirectory) -> int | None:
         return directory.latest()
     except CheckpointError:
         return None
-
-
-def _find_directory(path: Path) -> CheckpointDirectory | Path:
-    """The checkpoint itself, or the directory of checkpoints, that a path means."""
-    if (path / MANIFEST).is_file():
-        return path
-    for candidate in (path, path / CHECKPOINTS):
-        if CheckpointDirectory(candidate).iterations():
-            return CheckpointDirectory(candidate)
-    reason = "there is no checkpoint there" if path.is_dir() else "there is no such directory"
-    use = "the path of a run, of its checkpoints, or of one of them; without the key a run starts from initial weights"
-    raise _mistake("checkpoint.load", str(path), reason, use)
 
 
 def _pick(directory: CheckpointDirectory, step: int | None, key: str, value: str) -> Path:
@@ -149,19 +139,19 @@ def _pick(directory: CheckpointDirectory, step: int | None, key: str, value: str
     return directory.path(step)
 
 
-def _require_whole(checkpoint: Path, key: str, value: str, directory: CheckpointDirectory | None) -> None:
-    problems = list(damage(checkpoint, contents=False))
+def _require_intact(checkpoint: Path, key: str, value: str, directory: CheckpointDirectory | None) -> None:
+    problems = list(find_corruption(checkpoint, contents=False))
     if problems:
         before = directory.iteration(checkpoint) if directory is not None else None
         use = "another checkpoint" if directory is None else _other_choice(directory, before)
-        raise _mistake(key, value, f"the checkpoint is damaged: {'; '.join(problems)}", use)
+        raise _mistake(key, value, f"the checkpoint is corrupt: {'; '.join(problems)}", use)
 
 
 def _other_choice(directory: CheckpointDirectory, before: int | None) -> str:
-    newest = directory.newest_whole(before, contents=False)
+    newest = directory.newest_intact(before, contents=False)
     if newest is None:
-        return "a copy of the checkpoint: no other one here is whole"
-    return f"checkpoint.ckpt_step={newest}, the newest whole one, or --resume=auto, which takes it"
+        return "a copy of the checkpoint: no other one here is intact"
+    return f"checkpoint.ckpt_step={newest}, the newest intact one; --resume=auto chooses it"
 
 
 def _mistake(key: str, value: object, reason: str, use: str) -> ConfigError:
