@@ -30,9 +30,15 @@ class Command:
 COMMANDS = {
     "train": Command("train", "train a model; under torchrun on several ranks"),
     "check": Command("train", "validate a config, reporting every mistake", ("--check",)),
+    "plan": Command("plan", "predict memory, FLOPs, communication and days, or search layouts"),
+    "precision-chart": Command("precision_chart", "print the format and bytes of every kind of tensor"),
     "data": Command("data", "inspect, verify, merge and split token files"),
     "preprocess": Command("preprocess", "tokenize text into token files"),
     "checkpoint": Command("checkpoint", "inspect, verify and compare checkpoints"),
+    "convert": Command("convert", "convert checkpoints to and from Hugging Face folders"),
+    "evaluate": Command("evaluate", "measure the loss of a checkpoint on token files"),
+    "generate": Command("generate", "generate text with the model of a checkpoint"),
+    "lm-eval": Command("lm_eval", "evaluate a checkpoint on tasks of lm-eval"),
 }
 
 
