@@ -19,9 +19,9 @@ from typing import Any
 
 from megatron_fp8.data.token_file import bin_path, idx_path, token_dtype
 from megatron_fp8.data.tokenizer import Tokenizer
-from megatron_fp8.prepare.blocks import BLOCK_BYTES, Position, read_blocks
 from megatron_fp8.prepare.encode import BrokenLineError, EncodedBlock, Settings, encode_blocks
 from megatron_fp8.prepare.input_files import InputFile
+from megatron_fp8.prepare.text_blocks import BLOCK_BYTES, Position, read_blocks
 from megatron_fp8.prepare.token_file_writer import TokenFileWriter, can_resume, discard, finish
 
 FORMAT = 4
