@@ -10,9 +10,8 @@ import torch
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import CheckpointError, find_corruption
 from megatron_fp8.checkpoint.resume import start_from
-from megatron_fp8.config.length import samples_needed
+from megatron_fp8.config.run_start import Start, samples_needed
 from megatron_fp8.config.schema import Config
-from megatron_fp8.config.start import Start
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.parallel.object_collectives import all_gather, broadcast
 

@@ -20,12 +20,12 @@ from megatron_fp8.checkpoint.directory import CHECKPOINTS, TRACKER, find_directo
 from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, find_corruption, read_manifest
 from megatron_fp8.checkpoint.plain_index import MASTER, PRECISION, read_plain_index
 from megatron_fp8.config.facts import Facts, Finding, to_problem
-from megatron_fp8.config.precision import PrecisionConfig
 from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.rules_model import check_model
 from megatron_fp8.config.rules_parallel import check_parallel
 from megatron_fp8.config.rules_precision import check_precision
 from megatron_fp8.config.schema import Config, ParallelConfig
+from megatron_fp8.config.schema_model import PrecisionConfig
 from megatron_fp8.errors import BadInputError
 
 _EMBEDDING = "embedding.word_embeddings.weight"

@@ -14,30 +14,31 @@ from functools import partial
 
 from megatron_fp8.checkpoint.resume import choose_start
 from megatron_fp8.commands.rank_zero_output import RankZeroOutput
-from megatron_fp8.commands.train_options import UsageError, hint_for_option, make_parser
+from megatron_fp8.commands.train_options import (
+    UsageError,
+    describe_world_sizes,
+    hint_for_option,
+    make_parser,
+    summarize,
+)
 from megatron_fp8.config.check import DataReport, check_config
-from megatron_fp8.config.continuation import compare_with_saved
+from megatron_fp8.config.config_warnings import config_warnings
 from megatron_fp8.config.determinism import KEY as DETERMINISTIC
 from megatron_fp8.config.determinism import run_variables, undone_by_job
-from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.environment import KEY as ENVIRONMENT
-from megatron_fp8.config.environment import overruled
-from megatron_fp8.config.launcher import foreign_tasks
+from megatron_fp8.config.environment import foreign_tasks, overruled, secret_problems
 from megatron_fp8.config.layout import Layout, derive_layout
-from megatron_fp8.config.length import LENGTH_KEYS, resolve_length
 from megatron_fp8.config.limits import MOST_RANKS
-from megatron_fp8.config.load import LoadedConfig, load_config, process_environment
+from megatron_fp8.config.load import LoadedConfig, dump_config, load_config, process_environment
 from megatron_fp8.config.paths import is_missing
 from megatron_fp8.config.places import place_problems, problems_in_run, refusal_of_start
 from megatron_fp8.config.problem import ConfigError, Problem, show_value
-from megatron_fp8.config.rules_logging import MODE as WANDB_MODE
-from megatron_fp8.config.rules_logging import login_problem
+from megatron_fp8.config.resume_check import compare_with_saved
+from megatron_fp8.config.rules_run import MODE as WANDB_MODE
+from megatron_fp8.config.rules_run import login_problem
+from megatron_fp8.config.run_start import LENGTH_KEYS, Start, resolve_length
 from megatron_fp8.config.rundir import make_run_directory_for_all, reopen_run_directory, resolve_run_directory
 from megatron_fp8.config.schema import Config
-from megatron_fp8.config.secret_texts import secret_problems
-from megatron_fp8.config.start import Start
-from megatron_fp8.config.summary import describe_world_sizes, summarize
-from megatron_fp8.config.warn import config_warnings
 from megatron_fp8.data.check_data import check_data
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.faults.run_lock import Holds

@@ -16,10 +16,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split as MegatronSplit
 from torch.utils.data import Dataset
 
-from megatron_fp8.config.length import samples_needed
 from megatron_fp8.config.places import DEFAULT_CACHE
+from megatron_fp8.config.run_start import START, Position, samples_needed
 from megatron_fp8.config.schema import Config
-from megatron_fp8.config.start import START, Position
 from megatron_fp8.data.blend import Blend, DataKeyError, train_blend, valid_blend
 from megatron_fp8.data.compiled_helpers import HelpersError, compiled_helpers
 from megatron_fp8.data.index_cache import Key, build_cached, cache_key

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_fp8.config.layout import GemmShape, Layout, block_parameters
-from megatron_fp8.config.schema import Config
-from megatron_fp8.config.warn import (
+from megatron_fp8.config.config_warnings import (
     BF16_FLOPS_PER_SECOND,
     CAST_BYTES_PER_SECOND,
     FP8_FLOPS_PER_SECOND,
     fp8_seconds,
 )
+from megatron_fp8.config.layout import GemmShape, Layout, block_parameters
+from megatron_fp8.config.schema import Config
 from megatron_fp8.planner.communication import Traffic, step_traffic
 from megatron_fp8.planner.gpus import GPUS, Board, Gpu
 from megatron_fp8.planner.memory import ActivationSizes, MemoryKind, StageMemory, activation_sizes

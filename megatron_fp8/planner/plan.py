@@ -14,9 +14,9 @@ from megatron_fp8.config.layout import (
     norm_parameters,
     position_parameters,
 )
-from megatron_fp8.config.length import resolve_length
 from megatron_fp8.config.load import LoadedConfig
 from megatron_fp8.config.problem import ConfigError
+from megatron_fp8.config.run_start import resolve_length
 from megatron_fp8.config.schema import Config
 from megatron_fp8.planner.communication import Traffic, step_traffic
 from megatron_fp8.planner.flops import (

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_fp8.config.attention import in_documents, kept_score_bytes, unfused_attention
+from megatron_fp8.config.config_warnings import config_warnings
 from megatron_fp8.config.load import LoadedConfig
 from megatron_fp8.config.problem import Problem
-from megatron_fp8.config.warn import config_warnings
 from megatron_fp8.planner.communication import Traffic
 from megatron_fp8.planner.flops import Fp8Gain
 from megatron_fp8.planner.gpus import DEFAULT_GPU, GPUS

@@ -16,13 +16,12 @@ import torch.distributed
 from megatron_fp8 import device as devices
 from megatron_fp8.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import read_manifest
-from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.layout import derive_layout
-from megatron_fp8.config.load import process_environment
+from megatron_fp8.config.load import dump_config, process_environment
+from megatron_fp8.config.run_start import Start
 from megatron_fp8.config.rundir import LOCK, create_run_directory
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.secret_texts import secret_values
-from megatron_fp8.config.start import Start
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.faults.lost_rank import explaining_lost_ranks
 from megatron_fp8.faults.run_lock import Holds

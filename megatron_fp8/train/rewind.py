@@ -17,7 +17,7 @@ import torch.distributed
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import read_manifest, write_manifest
 from megatron_fp8.checkpoint.rank_io import find_corruption_collective, on_rank_0
-from megatron_fp8.config.start import Position
+from megatron_fp8.config.run_start import Position
 from megatron_fp8.data.dataset import Datasets
 from megatron_fp8.faults.exit_codes import RewindError
 from megatron_fp8.faults.heartbeat import Phase

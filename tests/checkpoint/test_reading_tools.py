@@ -11,10 +11,10 @@ from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import Manifest, write_sums
 from megatron_fp8.checkpoint.saved_model import kept_checkpoint
 from megatron_fp8.commands import checkpoint as checkpoint_tool
+from megatron_fp8.commands import evaluate, generate, lm_eval
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.faults import report
 from megatron_fp8.hf import export
-from tools import evaluate, generate, lm_eval
 
 # Of each tool: its arguments beside the run, and what looks into the checkpoint or needs what it lacks.
 MODEL_TOOLS = {

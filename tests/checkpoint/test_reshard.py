@@ -197,7 +197,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_names_that_do_not_fit(t
     saved = tmp_path / f"iter_{STEPS_BEFORE:07d}"
     for model, text in (
         ({"hidden_size": 32}, r"master\.final_norm\.weight has shape \[64\], this model's is \[32\]"),
-        ({"add_bias_linear": True}, r"master\.layers\..*bias is not there"),
+        ({"add_bias_linear": True}, r"master\.layers\..*bias is missing"),
     ):
         with pytest.raises(RankError, match="belongs to another model") as caught:
             train("one", make_config("one", {"mode": "fp32"}, model), None, saved)

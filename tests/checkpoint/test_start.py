@@ -15,11 +15,10 @@ from megatron_fp8.checkpoint.manifest import find_corruption, read_manifest, wri
 from megatron_fp8.checkpoint.resume import choose_start
 from megatron_fp8.commands.train import Command, parse_command_line
 from megatron_fp8.config.check import DataReport
-from megatron_fp8.config.dump import dump_config
-from megatron_fp8.config.length import samples_needed
+from megatron_fp8.config.load import dump_config
 from megatron_fp8.config.problem import ConfigError
+from megatron_fp8.config.run_start import Position, Start, samples_needed
 from megatron_fp8.config.schema import Config
-from megatron_fp8.config.start import Position, Start
 from megatron_fp8.errors import BadInputError
 from tests.checkpoint.training import checkpoint_config, save_on_this_rank
 from tests.ranks import run_on_ranks

@@ -8,11 +8,11 @@ import pytest
 from config_samples import VOCAB_SIZE, load_small
 
 from megatron_fp8.config.check import check_config
-from megatron_fp8.config.continuation import compare_with_saved
 from megatron_fp8.config.determinism import KEY, SWITCHES, run_variables, undone_by_job
-from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.layout import derive_layout
+from megatron_fp8.config.load import dump_config
 from megatron_fp8.config.problem import Problem
+from megatron_fp8.config.resume_check import compare_with_saved
 from megatron_fp8.planner.gpus import DEFAULT_GPU, GPUS
 from megatron_fp8.planner.plan import make_plan
 from megatron_fp8.planner.plan_report import plan_json, plan_text

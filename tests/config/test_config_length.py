@@ -9,12 +9,10 @@ from config_samples import SMALL, VOCAB_SIZE, load_small, write
 
 from megatron_fp8.commands.train import Command, parse_command_line
 from megatron_fp8.config.check import DataReport, check_config
-from megatron_fp8.config.continuation import compare_with_saved
-from megatron_fp8.config.dump import dump_config
-from megatron_fp8.config.length import resolve_length
-from megatron_fp8.config.load import load_config
+from megatron_fp8.config.load import dump_config, load_config
 from megatron_fp8.config.problem import Problem
-from megatron_fp8.config.start import Position
+from megatron_fp8.config.resume_check import compare_with_saved
+from megatron_fp8.config.run_start import Position, resolve_length
 
 NO_ITERS = "training.train_iters=0"
 

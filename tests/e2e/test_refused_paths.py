@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8.config.fields import config_fields
-from megatron_fp8.config.place import Place
+from megatron_fp8.config.limits import Place
 from tests.e2e.conftest import Tiny
 from tests.e2e.launch import clean_environment
 from tests.e2e.path_obstacles import OBSTACLES, Obstacle, drop_privileges

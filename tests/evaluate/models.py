@@ -58,7 +58,7 @@ def measured(run: Path, prefixes: list[str], settings: InferenceSettings, num_wi
     from megatron_fp8 import device as devices
     from megatron_fp8.evaluate.file_loss import measure_files
     from megatron_fp8.evaluate.files import evaluation_files, model_tokenizer
-    from megatron_fp8.train.loaded_model import load_model
+    from megatron_fp8.generate.loaded_model import load_model
 
     saved = read_saved_model(run, settings, torch.distributed.get_world_size())
     model = load_model(saved, devices.prepare())
@@ -76,7 +76,7 @@ def harness_results(run: Path, task_folder: Path, tasks: list[str], settings: In
     from megatron_fp8 import device as devices
     from megatron_fp8.evaluate.files import model_tokenizer
     from megatron_fp8.evaluate.harness import HarnessModel
-    from megatron_fp8.train.loaded_model import load_model
+    from megatron_fp8.generate.loaded_model import load_model
 
     saved = read_saved_model(run, settings, torch.distributed.get_world_size())
     model = load_model(saved, devices.prepare())

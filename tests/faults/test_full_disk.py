@@ -77,7 +77,7 @@ def test_a_checkpoint_without_space_is_an_error_the_last_one_stays_and_with_spac
     for error in errors[1:3]:
         # Torch's writer of the first file knows no more than that it failed.
         assert "No space left on device" in error or "iostream error" in error
-        assert "(0.0 MB are free on its disk)" in error
+        assert "(0.0 MB free on its disk)" in error
     assert iterations == [1, 4]
     assert newest == 4
 

@@ -101,7 +101,7 @@ def loss_of(path: Path, settings: InferenceSettings) -> float:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     from megatron_fp8 import device as devices
-    from megatron_fp8.train.loaded_model import load_model
+    from megatron_fp8.generate.loaded_model import load_model
 
     FP8GlobalStateManager.reset()
     initialize_rng_tracker(force_reset=True)
@@ -118,7 +118,7 @@ def refusal_of_different_iterations(path: Path) -> str:
     """What is said where each rank found another checkpoint as the latest."""
     import torch
 
-    from megatron_fp8.train.loaded_model import _require_one_checkpoint
+    from megatron_fp8.generate.loaded_model import _require_one_checkpoint
 
     saved = read_saved_model(path, InferenceSettings(tensor_model_parallel_size=2), 2)
     _require_one_checkpoint(saved)

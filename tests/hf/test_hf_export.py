@@ -103,6 +103,7 @@ def test_tokenizer_is_the_runs(root) -> None:
     assert json.loads((root / "llama" / "config.json").read_text())["eos_token_id"] == ours.eod_id
 
 
+@pytest.mark.slow
 def test_folders_train_under_transformers_and_accelerate(root) -> None:
     program = Path(__file__).with_name("train_folders.py")
     done = subprocess.run(

@@ -1,7 +1,7 @@
-"""Owns the way from a Hugging Face folder to a checkpoint that a run can start from, a tensor at a time.
+"""Imports a Hugging Face folder as a checkpoint to start a run from, a tensor at a time.
 
-Written are the FP32 masters, which hold BF16 and FP16 weights exactly, a config to fine-tune with, and the tokenizer.
-Must not know command lines or displays.
+Written are the FP32 master weights, which hold BF16 and FP16 weights exactly, a config to fine-tune with, and the
+tokenizer. One process writes, without a process group.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING
 
 from megatron_fp8 import __version__
 from megatron_fp8.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
-from megatron_fp8.checkpoint.manifest import Manifest
-from megatron_fp8.config.dump import dump_config
+from megatron_fp8.checkpoint.manifest import Manifest, write_sums
+from megatron_fp8.checkpoint.saved_model import MASTER
+from megatron_fp8.config.load import dump_config
 from megatron_fp8.config.schema import Config, ModelConfig
 from megatron_fp8.errors import BadInputError
-from megatron_fp8.hf.export import MASTER
-from megatron_fp8.hf.families import read_model, tensor_groups
-from megatron_fp8.hf.folder import TIED_HEAD, StoredWeight, find_weights
-from megatron_fp8.hf.groups import TensorGroup
+from megatron_fp8.hf import read_model, tensor_groups
+from megatron_fp8.hf.folder import TIED_HEAD, StoredWeight, find_weights, new_folder, require_new
+from megatron_fp8.hf.mapping import TensorGroup, to_ours
 from megatron_fp8.hf.tokenizer_files import TOKENIZER, copy_tokenizer, ends_documents, require_tokenizer
-from megatron_fp8.hf.workplace import new_folder, require_new
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,8 +37,8 @@ _MODES = {"BF16": "bf16", "F16": "fp16"}
 class ImportSettings:
     """How to import.
 
-    `seq_length`: tokens per sample of the runs to come; None: as many as the model has positions. `tokenizer`: a
-    `tokenizer.json` in the place of the folder's; `with_tokenizer` False: none is copied.
+    `seq_length`: tokens per sample of runs with it; None: all positions of the model. `tokenizer`: a `tokenizer.json`
+    instead of the folder's; `with_tokenizer` False: none is copied.
     """
 
     seq_length: int | None = None
@@ -49,7 +48,7 @@ class ImportSettings:
 
 @dataclass(frozen=True)
 class Imported:
-    """What was written: the config to start from, parameters of the model, and what a person should know."""
+    """What was written: the config to start from, the number of parameters, and notes for the user."""
 
     config: Path
     num_parameters: int
@@ -59,19 +58,19 @@ class Imported:
 def import_folder(source: Path, out: Path, settings: ImportSettings, on_tensor: Callable[[str, int], None]) -> Imported:
     """Write the model of a Hugging Face folder into the new folder `out`, as a checkpoint of iteration 0.
 
-    `on_tensor` is told each tensor of ours that was written, and how many there are. Raises BadInputError, and leaves
-    nothing behind, for a model that this project cannot express or a folder that is not whole.
+    `on_tensor` is called with each tensor of ours that was written, and their number. Raises BadInputError, leaving
+    nothing behind, for a model that is not supported or a folder that is incomplete.
     """
     require_new(out)
     if not source.is_dir():
-        raise BadInputError(f"{source} is no folder: name one with config.json and model.safetensors")
+        raise BadInputError(f"{source} is not a folder: use one with config.json and model.safetensors")
     model = read_model(source / "config.json", settings.seq_length)
     assert model.vocab_size is not None
     groups = list(tensor_groups(model, model.vocab_size))
     weights = find_weights(source, groups, tied=not model.untie_embeddings_and_output_weights)
     tokenizer = None
     if settings.with_tokenizer:
-        tokenizer = require_tokenizer(settings.tokenizer or source / TOKENIZER, "--tokenizer")
+        tokenizer = require_tokenizer(settings.tokenizer or source / TOKENIZER)
     config = _config(model, out, weights, tokenizer is not None)
     if not model.untie_embeddings_and_output_weights and TIED_HEAD in weights:
         _require_equal(weights[TIED_HEAD], weights[groups[0].theirs[0]])
@@ -85,28 +84,27 @@ def import_folder(source: Path, out: Path, settings: ImportSettings, on_tensor: 
 
 
 def _write_checkpoint(
-    directory: CheckpointDirectory,
+    checkpoints: CheckpointDirectory,
     config: Config,
     groups: Sequence[TensorGroup],
     weights: Mapping[str, StoredWeight],
     on_tensor: Callable[[str, int], None],
 ) -> None:
-    import torch
+    from megatron_fp8.checkpoint.tensor_files import NewPiece, write_index, write_pieces
 
-    from megatron_fp8.hf.reorder import to_ours
-    from megatron_fp8.hf.stored import write_tensors
-
-    by_name = {MASTER + group.ours[0]: group for group in groups}
-
-    def value(name: str) -> Tensor:
-        group = by_name[name]
-        (ours,) = to_ours(group, [_read(weights[theirs]) for theirs in group.theirs])
-        on_tensor(group.ours[0], len(groups))
-        return ours.to(torch.float32)
-
-    shapes = {MASTER + name: shape for group in groups for name, shape in group.our_shapes.items()}
-    write_tensors(directory.begin(0), shapes, value)
-    directory.commit(
+    directory = checkpoints.begin(0)
+    written = []
+    for number, group in enumerate(groups):
+        (name, shape), *_ = group.our_shapes.items()
+        (tensor,) = to_ours(group, [_read(weights[theirs]) for theirs in group.theirs])
+        # A file each: the ranks that load share the files.
+        piece = NewPiece(MASTER + name, shape, (0,) * len(shape), tensor.float())
+        written += write_pieces(directory / f"__0_{number}.distcp", [piece])
+        del tensor, piece
+        on_tensor(name, len(groups))
+    write_index(directory, written)
+    write_sums(directory, 0, sorted(path.name for path in directory.iterdir()))
+    checkpoints.commit(
         Manifest(
             iteration=0,
             config=dump_config(config),
@@ -119,7 +117,7 @@ def _write_checkpoint(
 
 
 def _config(model: ModelConfig, out: Path, weights: Mapping[str, StoredWeight], with_tokenizer: bool) -> Config:
-    """A config to fine-tune with: what is the model's is as it has to be, the rest is a modest start."""
+    """A config to fine-tune with; what the model does not determine is a modest start."""
     dtypes = {weight.dtype for weight in weights.values()}
     name = re.sub(r"[^A-Za-z0-9._-]", "-", out.absolute().name).lstrip("._-") or "model"
     return Config.model_validate(
@@ -145,12 +143,12 @@ def _read(weight: StoredWeight) -> Tensor:
 
 
 def _require_equal(head: StoredWeight, embedding: StoredWeight) -> None:
-    """A head that is stored though it is tied has to be the embedding."""
+    """A tied head that is stored must equal the embedding."""
     import torch
 
     if not torch.equal(_read(head), _read(embedding)):
         raise BadInputError(
-            f"config.json says tie_word_embeddings=true, but {head.name} in {head.file} is not {embedding.name}"
+            f"config.json says tie_word_embeddings=true, but {head.name} in {head.file} differs from {embedding.name}"
         )
 
 
@@ -159,7 +157,7 @@ def _notes(tokenizer: Path | None) -> list[str]:
         return ["there is no tokenizer: set data.tokenizer_model before training"]
     if not ends_documents(tokenizer):
         return [
-            "the tokenizer has neither <|endoftext|> nor an end token of its own to put between documents: set "
-            f"data.eod_token, or add one to added_tokens in {TOKENIZER}, before data is made with it"
+            "the tokenizer has neither <|endoftext|> nor an end token to separate documents: set data.eod_token, or "
+            f"add one to added_tokens in {TOKENIZER}, before preparing data with it"
         ]
     return []

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from config_samples import load_small, write
 
-from megatron_fp8.config.dump import dump_config
+from megatron_fp8.config.config_warnings import config_warnings, fp8_seconds
 from megatron_fp8.config.layout import GemmShape, derive_layout
-from megatron_fp8.config.load import load_config
-from megatron_fp8.config.warn import config_warnings, fp8_seconds
+from megatron_fp8.config.load import dump_config, load_config
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Owns a checkpoint's model on this rank, ready for forward passes: no optimizer, no gradients, no master weights.
+"""Loads a checkpoint's model for inference on this rank: no optimizer, no gradients, no master weights.
 
-Its weights are the checkpoint's masters in the format of the parameters, its FP8 scales those that were saved. Runs
-under torchrun or in one process alone. Must not know what the model is asked.
+Its weights are the checkpoint's master weights in the format of the parameters, its FP8 scales the saved ones. Runs
+under torchrun or in a single process.
 
     with kept_checkpoint(path) as checkpoint:
         saved = read_saved_model(checkpoint, InferenceSettings(tensor_model_parallel_size=2), world_size())
@@ -29,6 +29,7 @@ from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.model.sharding import ParameterSharding, parameter_sharding
+from megatron_fp8.parallel.object_collectives import all_gather
 from megatron_fp8.parallel.process_group import init_process_group
 from megatron_fp8.precision.policy import build_policy
 from megatron_fp8.report.library_warnings import hide_meaningless_warnings
@@ -44,11 +45,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model for forward passes, this rank's share of it.
+    """This rank's part of a model for inference.
 
-    `config`, `layout`: of this job, not of the run that made the checkpoint. `stages`: this rank's, in evaluation mode,
-    without Megatron's DDP; one. `num_positions`: tokens that a text may have. `notes`: what could not be carried over
-    as it was, in words.
+    `config`, `layout`: of this job, not of the run that wrote the checkpoint. `stages`: one, in evaluation mode,
+    without Megatron's DDP. `num_positions`: the longest text in tokens. `notes`: what was not restored exactly.
     """
 
     config: Config
@@ -63,14 +63,14 @@ class LoadedModel:
 
     @property
     def batch_shape(self) -> BatchShape:
-        """Sizes of what a stepper evaluates at a time on this rank."""
+        """Sizes of the batches that a stepper evaluates on this rank."""
         from megatron_fp8.train.step import BatchShape
 
         layout = self.layout
         return BatchShape(layout.num_microbatches, layout.seq_length, layout.micro_batch_size)
 
     def stepper(self) -> Stepper:
-        """What evaluates batches; its `train` is not for these stages."""
+        """Evaluates batches; it cannot train these stages."""
         from megatron_fp8.train.step import Stepper
         from megatron_fp8.train.step_times import StepTimes
 
@@ -80,7 +80,7 @@ class LoadedModel:
 
 @contextmanager
 def open_model(saved: SavedModel) -> Iterator[LoadedModel]:
-    """Start the process group, load the model, and take the group down at the end. Every rank of the job enters.
+    """Start the process group, load the model, and destroy the group at the end; collective.
 
     Without a launcher this process is the whole job. Raises CheckpointError as `load_model` does.
     """
@@ -95,21 +95,20 @@ def open_model(saved: SavedModel) -> Iterator[LoadedModel]:
 
 
 def _require_one_checkpoint(saved: SavedModel) -> None:
-    """Each rank has looked for the latest one by itself, and the run may have saved a newer one in between."""
-    iterations: list[int] = [0] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(iterations, saved.manifest.iteration)
+    """Each rank looked for the latest checkpoint itself; the run may have saved a newer one in between."""
+    iterations = all_gather(saved.manifest.iteration)
     if len(set(iterations)) > 1:
         raise BadInputError(
-            f"the ranks found different checkpoints as the latest, of iterations {sorted(set(iterations))}: the run is "
-            f"still saving, or nodes do not see the same disk\n    use: --iteration {min(iterations)}"
+            f"the ranks found different latest checkpoints, of iterations {sorted(set(iterations))}: the run is still "
+            f"saving, or the nodes do not share a file system\n    use: --iteration {min(iterations)}"
         )
 
 
 def load_model(saved: SavedModel, device: devices.Device) -> LoadedModel:
-    """Build this rank's share and fill it from the checkpoint; the process group runs. Collective over all ranks.
+    """Build this rank's part and fill it from the checkpoint, within a process group; collective.
 
-    A tensor at a time is read whole and cut: beside the model itself a rank holds one parameter in FP32. Raises
-    CheckpointError when a file is damaged or the tensors are not those of the checkpoint's config.
+    Whole tensors are read and cut one at a time: beside the model a rank holds one parameter in FP32. Raises
+    CheckpointError when a file is corrupt or the tensors do not fit the checkpoint's config.
     """
     from megatron_fp8.checkpoint.tensor_files import TensorReader, scaling_state
     from megatron_fp8.model.build import attach_layers, build_stages
@@ -139,7 +138,7 @@ def load_model(saved: SavedModel, device: devices.Device) -> LoadedModel:
 
 @torch.no_grad()
 def _fill(stages: Sequence[GPTStage], reader: TensorReader, activation: str, groups: ParallelGroups) -> None:
-    """Set every parameter; collective over the data-parallel group where weights live in FP8."""
+    """Set every parameter; collective over the data-parallel group if weights are in FP8."""
     from transformer_engine.pytorch import Float8Quantizer, QuantizedTensor
     from transformer_engine.pytorch.tensor.utils import quantize_master_weights
 
@@ -148,7 +147,7 @@ def _fill(stages: Sequence[GPTStage], reader: TensorReader, activation: str, gro
     named = list(global_parameters(stages))
     missing = [name for name, _ in named if MASTER + name not in reader.index]
     if missing:
-        raise CheckpointError(f"the checkpoint does not hold its config's model: it lacks {', '.join(missing[:5])}")
+        raise CheckpointError(f"the checkpoint lacks tensors of the model in its config: {', '.join(missing[:5])}")
     for name, parameter in named:
         sharding = parameter_sharding(name, activation)
         if not isinstance(parameter, QuantizedTensor):
@@ -161,7 +160,7 @@ def _fill(stages: Sequence[GPTStage], reader: TensorReader, activation: str, gro
             parameter._scale_inv.copy_(reader.read(FP8_WEIGHT_SCALE + name))
             parameter._reset_caches()
             continue
-        # As the optimizer does it in a step.
+        # As the optimizer does in a step.
         master = _my_part(reader, MASTER + name, parameter, sharding, groups.tp).to(parameter.device)
         quantize_master_weights([parameter], [master.reshape(-1)], [0], groups.dp)
 
@@ -169,7 +168,7 @@ def _fill(stages: Sequence[GPTStage], reader: TensorReader, activation: str, gro
 def _my_part(
     reader: TensorReader, stored: str, parameter: Tensor, sharding: ParameterSharding, tp: ProcessGroup
 ) -> Tensor:
-    """This rank's part of a whole stored parameter, of the shape of `parameter`; rows that only pad are 0."""
+    """This rank's part of a stored parameter, of the shape of `parameter`; padding rows are 0."""
     shape = sharding.full_shape(parameter.shape, tp.size())
     whole = reader.read(stored)
     if whole.shape[1:] != tuple(shape[1:]) or len(whole) > shape[0]:

@@ -1,10 +1,10 @@
-"""Owns what follows from the `precision` section alone: the FP8 format and the layers outside FP8. Imports no torch."""
+"""What follows from the `precision` section alone: the FP8 format and the layers outside FP8. Imports no torch."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from megatron_fp8.config.precision import PrecisionConfig
+from megatron_fp8.config.schema_model import PrecisionConfig
 
 E4M3_ONLY = ("blockwise", "mxfp8")
 GEMMS = ("fprop", "dgrad", "wgrad")

@@ -14,10 +14,10 @@ from typing import Any
 import yaml
 
 from megatron_fp8.config.fields import config_fields
-from megatron_fp8.config.learning_rate import decay_end, decays_from, learning_rate
 from megatron_fp8.config.problem import Problem, show_value
+from megatron_fp8.config.rules_optimizer import decay_end, decays_from, learning_rate
+from megatron_fp8.config.run_start import START, Position
 from megatron_fp8.config.schema import Config, OptimizerConfig, TrainingConfig
-from megatron_fp8.config.start import START, Position
 
 # Change what is computed from which weights, or which sample comes next.
 _FIXED_SECTIONS = ("model",)
