@@ -29,6 +29,10 @@ class Command:
 
 COMMANDS = {
     "checkpoint": Command("checkpoint", "inspect, verify and compare checkpoints"),
+    "report": Command("report", "write the HTML report of a run, or a comparison of several"),
+    "compare-runs": Command("compare_runs", "find the first step at which two runs differ"),
+    "replay": Command("replay", "rewrite the TensorBoard and wandb views of a run from its record"),
+    "dashboard": Command("dashboard", "print or save the wandb dashboard of runs"),
 }
 
 
