@@ -108,6 +108,6 @@ $(OLDEST)/.ready: $(VENV_FROM)
 	python=$$(PYTHON=$(OLDEST_PYTHON) tools/find_python.sh 3.11 3.10) && PYTHON=$$python tools/make_venv.sh $(OLDEST)
 	touch $@
 
-$(QUICKSTART_READY): tools/prepare_quickstart.py $(wildcard megatron_fp8/data/*.py) | $(VENV_READY)
+$(QUICKSTART_READY): tools/prepare_quickstart.py $(wildcard megatron_fp8/prepare/*.py) | $(VENV_READY)
 	$(VENV)/bin/python tools/prepare_quickstart.py --output $(QUICKSTART_DATA)
 	touch $@

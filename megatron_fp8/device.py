@@ -1,6 +1,6 @@
-"""Owns what the rest may know about where it runs: the device, its clock and memory, the collective library.
+"""The device of this process: CUDA or the stand-in, its clock, memory and sensors, its collective library.
 
-The only module outside `megatron_fp8/cpu/` that names CUDA. It must not know models, configs or formats.
+The only module outside `megatron_fp8/cpu/` that names CUDA.
 """
 
 import os
@@ -14,8 +14,7 @@ from megatron_fp8.config.problem import ConfigError, Problem
 
 @dataclass(frozen=True)
 class GpuReading:
-    """What a GPU's sensors say: how much of the time it had work in percent, degrees Celsius, watts, the clock of its
-    multiprocessors in MHz."""
+    """A reading of a GPU's sensors; `megahertz`: the clock of its multiprocessors."""
 
     busy_percent: float
     celsius: float
@@ -24,7 +23,7 @@ class GpuReading:
 
 
 class SensorError(Exception):
-    """The GPUs' sensors cannot be read; the text says why."""
+    """The GPUs' sensors cannot be read; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -46,29 +45,26 @@ class Device:
             problem = Problem(
                 "parallel.distributed_backend",
                 requested,
-                "NCCL needs CUDA, which this machine lacks",
-                "parallel.distributed_backend=auto, by which gloo stands in for NCCL here",
+                "NCCL needs CUDA, which this machine does not have",
+                "parallel.distributed_backend=auto, which emulates NCCL over gloo here",
             )
             raise ConfigError.from_problems([problem])
         return self.collective_backend if requested == "auto" else requested
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was asked of it."""
+        """Wait until the device has finished all work."""
         torch.cuda.synchronize()
 
     def is_idle(self) -> bool:
-        """Whether the device has done all that it was given in its default stream, where training computes.
-
-        Any thread may ask, whatever its current device is; it does not wait for the device.
-        """
+        """Whether the default stream, where training computes, has no work left. Does not wait; for any thread."""
         return bool(torch.cuda.default_stream(self.torch_device).query())
 
     def is_first_of_node(self) -> bool:
-        """Whether this process is the first that the launcher started on its node."""
+        """Whether this process is its node's local rank 0."""
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
     def gpu_readings(self) -> list[GpuReading]:
-        """Of every GPU that this process sees, none on CPUs. Raises SensorError."""
+        """A reading of every GPU that this process sees; none on CPUs. Raises SensorError."""
         if self.emulated:
             return []
         from pynvml import NVMLError
@@ -87,31 +83,31 @@ class Device:
             raise SensorError(f"{type(error).__name__}: {error}") from error
 
     def timing_event(self) -> torch.cuda.Event:
-        """A moment in the current stream, yet to be recorded, whose time can be read; on CPUs the host's clock."""
+        """An event whose time can be read, yet to be recorded in the current stream; on CPUs by the host's clock."""
         return torch.cuda.Event(enable_timing=True)
 
     def range_push(self, name: str) -> None:
-        """Begin a range that NVIDIA's profilers show."""
+        """Begin an NVTX range."""
         torch.cuda.nvtx.range_push(name)
 
     def range_pop(self) -> None:
-        """End the newest range."""
+        """End the innermost NVTX range."""
         torch.cuda.nvtx.range_pop()
 
     def compute_capability(self) -> tuple[int, int]:
-        """CUDA's compute capability, as (9, 0) of an H100; the stand-in's on CPUs."""
+        """CUDA compute capability, (9, 0) for an H100; the emulated one on CPUs."""
         major, minor = torch.cuda.get_device_capability()
         return major, minor
 
     def peak_memory_bytes(self) -> int:
-        """Largest memory held since the process started (on CPUs: of the whole process, in RAM), in bytes."""
+        """Peak memory since the process started, in bytes; on CPUs the process's peak resident memory."""
         return cpu.peak_resident_bytes() if self.emulated else int(torch.cuda.max_memory_allocated())
 
 
 def library_versions() -> dict[str, str]:
     """Versions of CUDA, NCCL and cuDNN that torch was built with; empty for a torch without CUDA.
 
-    Must run before `prepare`, whose stand-in has a version of CUDA too.
+    Call before `prepare`, whose stand-in reports a version of CUDA too.
     """
     if torch.version.cuda is None:
         return {}
@@ -120,9 +116,9 @@ def library_versions() -> dict[str, str]:
 
 
 def prepare() -> Device:
-    """Choose this process's device; without CUDA, put the stand-in in place.
+    """Choose this process's device; without CUDA, install the stand-in.
 
-    Must run before Transformer Engine or Megatron Core is imported: they look for CUDA when imported.
+    Call before Transformer Engine or Megatron Core is imported: they look for CUDA on import.
     """
     emulated = cpu.install()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -17,8 +17,8 @@ from megatron_fp8.compare.modes import MODES, default_reference
 from megatron_fp8.compare.plan import PlanError, make_plan
 from megatron_fp8.compare.work import OperandNoise, RunResult, RunTask
 from megatron_fp8.config.load import load_config, process_environment
-from megatron_fp8.data import corpus, quickstart
-from megatron_fp8.data.corpus import Document
+from megatron_fp8.prepare import quickstart
+from megatron_fp8.prepare.quickstart import Document
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,8 +34,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     words, generator = SENTENCE.split(), random.Random(0)
     texts = [Document(f"document{n}", " ".join(generator.choices(words, k=150)) + "\n") for n in range(60)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "read_corpus", lambda: texts)
-        quickstart.prepare(data, 300, lambda progress: None)
+        patch.setattr(quickstart, "read_corpus", lambda: texts)
+        quickstart.prepare(data, 300, lambda *step: None)
     return [
         "model.num_layers=2",
         "model.hidden_size=64",

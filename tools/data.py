@@ -1,24 +1,22 @@
-"""Looks at Megatron token files, checks them, joins and divides them (`--help`; docs/data.md).
-
-Needs no torch. Exit codes: 0: done, whole; 1: verify found a damaged file; 2: a wrong path or option; 130: interrupted.
-"""
+"""Inspects, validates, merges and splits Megatron token files (`--help`; docs/data.md)."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Exit codes as in the module's text."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Exit codes as `--help` says."""
     try:
-        # Here, so that Ctrl-C while modules are loaded is told as any other.
-        from megatron_fp8.data.look_command import run
+        # Imported here so that Ctrl-C while modules load ends with one line too.
+        from megatron_fp8.commands.data import main as run
 
-        return run(arguments)
+        run(arguments)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -159,13 +159,14 @@ def resolve(upgrade: list[str]) -> dict[str, str]:
         pins, full = Path(directory) / "pins.txt", Path(directory) / "pylock.toml"
         # uv keeps what stands in its output file, where that still fits.
         pins.write_text("\n".join(_pins()), encoding="utf-8")
-        extras = ["--extra", "dev", "--extra", "gpu"]
+        everything = ["--extra", "all"]
+        extras = [*everything, "--extra", "dev", "--extra", "gpu"]
         _compile(*extras, "--no-annotate", "--output-file", str(pins), *upgrade)
         held = ["--constraint", str(pins)]
         _compile(*extras, *held, "--format", "pylock.toml", "--output-file", str(full))
         needed = {
             part: set(re.findall(r"^([a-z0-9][\w.-]*)==", _compile(*words, *held, "--no-annotate"), re.M))
-            for part, words in (("run", []), ("dev", extras[:2]), ("gpu", extras[2:]))
+            for part, words in (("run", everything), ("dev", extras[:4]), ("gpu", [*everything, *extras[4:]]))
         }
         entries = tomllib.loads(full.read_text(encoding="utf-8"))["packages"]
     packages: dict[str, list[Package]] = {part: [] for part in PARTS}

@@ -1,4 +1,4 @@
-"""Makes the quickstart's data: tokenizer, train and validation token files of the standard library's text."""
+"""Makes the quickstart's data: a tokenizer, and train and validation token files of the standard library's text."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_fp8.data.quickstart import SPLITS, Progress, Summary, complete_summary, prepare
+from megatron_fp8.prepare.quickstart import SPLITS, CorpusError, Summary, complete_summary, prepare
 
-SMALLEST_VOCAB_SIZE = 257
+MIN_VOCAB_SIZE = 257
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Command line to settings; a wrong one exits with code 2."""
+    """The settings of a command line; wrong usage exits with code 2."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="directory of tokenizer.json, train.* and valid.*")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="tokens of the BPE (default: 4096)")
-    parser.add_argument("--force", action="store_true", help="make the files again even when complete")
+    parser.add_argument("--output", type=Path, required=True, help="directory for tokenizer.json, train.* and valid.*")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="vocabulary size of the BPE (default: 4096)")
+    parser.add_argument("--force", action="store_true", help="make the files again even if they are complete")
     settings = parser.parse_args(arguments)
-    if settings.vocab_size < SMALLEST_VOCAB_SIZE:
+    if settings.vocab_size < MIN_VOCAB_SIZE:
         parser.error(
-            f"--vocab-size {settings.vocab_size}: the 256 bytes and the end-of-document token must fit; "
-            f"use at least {SMALLEST_VOCAB_SIZE}"
+            f"--vocab-size {settings.vocab_size}: too small for 256 bytes and the end-of-document token; "
+            f"use at least {MIN_VOCAB_SIZE}"
         )
     if settings.output.exists() and not settings.output.is_dir():
-        parser.error(f"--output {settings.output}: is a file; name a directory")
+        parser.error(f"--output {settings.output}: it is a file; name a directory")
     return settings
 
 
 def show(summary: Summary, directory: Path, state: str) -> None:
-    """One paragraph for a person."""
+    """Print a summary."""
     parts = [
         f"{split}: {summary.num_tokens[split]:,} tokens in {summary.num_documents[split]:,} documents"
         for split in SPLITS
@@ -44,30 +44,27 @@ def show(summary: Summary, directory: Path, state: str) -> None:
 
 
 def make(directory: Path, vocab_size: int) -> Summary:
-    """Make the files under a progress display."""
+    """Make the files under a progress bar."""
     from rich.console import Console
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Display
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Display(*columns, console=Console(stderr=True)) as display:
+    with Progress(*columns, console=Console(stderr=True)) as display:
         task = display.add_task("reading the standard library", total=None)
 
-        def on_progress(progress: Progress) -> None:
-            display.update(task, description=progress.stage, completed=progress.done_bytes, total=progress.total_bytes)
+        def on_progress(stage: str, done_bytes: int, total_bytes: int) -> None:
+            display.update(task, description=stage, completed=done_bytes, total=total_bytes)
 
         return prepare(directory, vocab_size, on_progress)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0: the directory is complete; 2: it cannot be made here."""
+    """Exit code 0: the directory is complete; 2: it cannot be made."""
     settings = parse_arguments(arguments)
     summary = None if settings.force else complete_summary(settings.output, settings.vocab_size)
     if summary is not None:
         show(summary, settings.output, "already complete")
         return 0
-    from megatron_fp8.data.corpus import CorpusError
-
     start = time.perf_counter()
     try:
         summary = make(settings.output, settings.vocab_size)

@@ -1,7 +1,4 @@
-"""Owns how two checkpoints differ, tensor by tensor: read piece by piece, whatever layouts they were written under.
-
-At most a few pieces are in memory at a time. No process group; must not know what tensors mean.
-"""
+"""Compares two checkpoints tensor by tensor, whatever layouts wrote them, with a few pieces in memory at a time."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp8.checkpoint.manifest import CheckpointError
-from megatron_fp8.checkpoint.pieces import overlap, read_piece, within
 from megatron_fp8.checkpoint.plain_index import IndexedTensor, Piece, read_plain_index
+from megatron_fp8.checkpoint.tensor_files import overlap, read_piece, within
 
 _PIECES_IN_MEMORY = 8
 
@@ -22,9 +19,9 @@ _PIECES_IN_MEMORY = 8
 class TensorDifference:
     """How a tensor of two checkpoints differs.
 
-    `kind`: `equal` bit for bit, `values`, `shape`, `dtype`, or the side that alone has it, `first` or `second`.
-    `max_abs`, `max_rel`: largest absolute difference, and largest one over the magnitude in the first (infinite where
-    that is 0; NaN where a value is). `num_different`: elements that differ.
+    `kind`: `equal` bit for bit, `values`, `shape`, `dtype`, or the only side that has it, `first` or `second`.
+    `max_abs`, `max_rel`: largest absolute difference, and relative to the first (infinite if that is 0; NaN if a value
+    is). `num_different`: number of elements that differ.
     """
 
     name: str
@@ -36,9 +33,9 @@ class TensorDifference:
 
 
 def differences(first: Path, second: Path, only: str = "") -> Iterator[TensorDifference]:
-    """Every tensor of either checkpoint directory whose name contains `only`, by name.
+    """Compare every tensor of either checkpoint whose name contains `only`, by name.
 
-    Raises CheckpointError for an index or a file that cannot be read.
+    Raises CheckpointError for a corrupt file.
     """
     indices = read_plain_index(first), read_plain_index(second)
     for name in sorted(indices[0].keys() | indices[1].keys()):
@@ -67,11 +64,11 @@ def _compare(name: str, one: IndexedTensor, first: Path, other: IndexedTensor, s
             left, right = read_first(counterpart)[within(counterpart, spans)], values[within(piece, spans)]
             num_compared += left.numel()
             absolute, relative, number = _numbers(left, right)
-            # Not max(), for which NaN is smaller or larger by chance.
+            # Not max(), whose result with NaN depends on the order.
             max_abs, max_rel = _larger(max_abs, absolute), _larger(max_rel, relative)
             num_different += number
     if num_compared != one.num_elements:
-        raise CheckpointError(f"{name}: the pieces hold {num_compared:,} of {one.num_elements:,} elements in common")
+        raise CheckpointError(f"{name}: the pieces have {num_compared:,} of {one.num_elements:,} elements in common")
     return TensorDifference(name, "values" if num_different else "equal", max_abs, max_rel, num_different)
 
 
@@ -84,14 +81,14 @@ def _reader(directory: Path) -> Callable[[Piece], Tensor]:
 
 
 def _numbers(left: Tensor, right: Tensor) -> tuple[float, float, int]:
-    """(largest absolute and relative difference, number of elements that are not the same bits)."""
+    """(largest absolute and relative difference, number of elements with different bits)."""
     different = _bits(left) != _bits(right)
     number = int(different.sum())
     if number == 0:
         return 0.0, 0.0, 0
     before, after = left[different].double(), right[different].double()
     absolute = (after - before).abs()
-    # 0 and -0 differ in their bits only.
+    # 0 and -0 differ only in their bits.
     relative = torch.where(absolute == 0, 0.0, absolute / before.abs())
     return float(absolute.max()), float(relative.max()), number
 

@@ -1,7 +1,6 @@
-"""Owns the manifest of a checkpoint: what makes it whole, what it was made by, and whether its files are as written.
+"""Reads and writes a checkpoint's manifest (files, checksums, config, counters), and verifies the files against it.
 
-A directory without a readable manifest is not a checkpoint. Plain files and JSON; imports no torch, must not know
-what the files hold.
+A directory without a readable manifest is not a checkpoint. Plain files and JSON; imports no torch.
 """
 
 from __future__ import annotations
@@ -21,26 +20,25 @@ import yaml
 
 from megatron_fp8.config.paths import open_file
 
-# 2: torch's files and nothing of Megatron's; 1, with `common.pt` or Megatron's `common_state` beside the tensors, is
-# read as well.
+# 2: only torch's files. Format 1, with `common.pt` or Megatron's `common_state` beside the tensors, is read as well.
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
-# Each rank writes the sums of its own files beside them; the commit gathers them into the manifest.
+# Each rank writes the checksums of its files beside them; the commit gathers them into the manifest.
 _SUMS_PREFIX = ".sums-"
 _BLOCK_BYTES = 1 << 20
-_MOST_THREADS = 4
-_FLUSH_SECONDS = 0.02
-# The manifest's sum of itself, as a person would not notice a digit that changed.
+_MAX_THREADS = 4
+_SYNC_SECONDS = 0.02
+# The key of the manifest's own checksum, over all other keys.
 _OWN_SUM = "sha256"
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be used or written; the text names the file, why, and what to do."""
+    """A checkpoint cannot be used or written; the message names the file, the reason, and what to do."""
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """Size and SHA-256 of one file."""
+    """Size and SHA-256 of a file."""
 
     num_bytes: int
     sha256: str
@@ -48,11 +46,11 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is.
+    """A checkpoint's manifest.
 
-    `config`: the run's config as YAML. `layout`: sizes of the job that wrote it. `counters`: iteration, consumed
-    samples and tokens, loss scale and the like. `lists`: layers that have fallen back to BF16, their counts, and
-    losses. `versions`: of the packages that wrote it. `written`: when, UTC. `files`: all others, by name.
+    `config`: the run's config as YAML. `layout`: sizes of the job that wrote it. `counters`: consumed samples and
+    tokens, loss scale and the like. `lists`: layers that have fallen back to BF16, their counts, recent losses.
+    `versions`: of the packages that wrote it. `written`: when, in UTC. `files`: all other files by name.
     """
 
     iteration: int
@@ -67,65 +65,65 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the files."""
+        """Total size of the files."""
         return sum(file.num_bytes for file in self.files.values())
 
 
 def write_sums(directory: Path, rank: int, names: Iterable[str]) -> None:
-    """Bring this rank's files to the disk, and note their sums for the commit."""
+    """Sync this rank's files to disk, and save their checksums for the commit."""
     paths = [directory / name for name in names]
-    # The disk is waited for while what it is to write is summed.
-    with ThreadPoolExecutor(_MOST_THREADS) as pool:
+    # Syncing and summing overlap.
+    with ThreadPoolExecutor(_MAX_THREADS) as pool:
         synced = [pool.submit(sync, path) for path in paths]
         sums = dict(zip([path.name for path in paths], map(asdict, pool.map(file_sum, paths)), strict=True))
         for future in synced:
             future.result()
-    write_whole(directory / f"{_SUMS_PREFIX}{rank:06d}.json", json.dumps(sums))
+    write_atomically(directory / f"{_SUMS_PREFIX}{rank:06d}.json", json.dumps(sums))
 
 
 def gathered_sums(directory: Path) -> dict[str, FileSum]:
-    """The sums of all ranks. CheckpointError if there is a file that nobody summed."""
+    """The checksums of all ranks. CheckpointError if a file has none."""
     sums: dict[str, FileSum] = {}
     for path in sorted(directory.glob(f"{_SUMS_PREFIX}*.json")):
         sums.update({name: FileSum(**value) for name, value in json.loads(path.read_text(encoding="utf-8")).items()})
     unknown = {path.name for path in directory.iterdir() if not path.name.startswith(_SUMS_PREFIX)} - sums.keys()
     if unknown:
-        raise CheckpointError(f"{directory}: no rank says that it wrote {', '.join(sorted(unknown))}")
+        raise CheckpointError(f"{directory}: no rank has a checksum of {', '.join(sorted(unknown))}")
     return sums
 
 
 def remove_sums(directory: Path) -> None:
-    """Remove what `write_sums` left; the manifest has it now."""
+    """Remove the files of `write_sums` after the manifest has been written."""
     for path in directory.glob(f"{_SUMS_PREFIX}*.json"):
         path.unlink()
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest whole or not at all."""
+    """Write the manifest atomically."""
     values = asdict(manifest)
-    write_whole(directory / MANIFEST, json.dumps({**values, _OWN_SUM: _sum_of(values)}, indent=1) + "\n")
+    write_atomically(directory / MANIFEST, json.dumps({**values, _OWN_SUM: _sum_of(values)}, indent=1) + "\n")
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint directory. CheckpointError where there is none, or it cannot be read."""
+    """The manifest of a checkpoint. CheckpointError if it is missing or cannot be read."""
     path = directory / MANIFEST
     try:
         with open_file(path) as file:
             values: dict[str, Any] = json.load(file)
         if values.pop(_OWN_SUM) != _sum_of(values):
-            raise ValueError("it is not what was written: its SHA-256 differs")
+            raise ValueError("its SHA-256 differs from what was written")
         files = {name: FileSum(**value) for name, value in values.pop("files").items()}
         manifest = Manifest(**values, files=files)
         if type(manifest.iteration) is not int or manifest.iteration < 0:
-            raise ValueError(f"{manifest.iteration!r} is no iteration")
+            raise ValueError(f"{manifest.iteration!r} is not an iteration")
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist: {directory} is not a whole checkpoint") from None
+        raise CheckpointError(f"{path} does not exist: {directory} is not a checkpoint, or an incomplete one") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): the checkpoint is damaged") from error
+        raise CheckpointError(f"{path} cannot be read ({error}): the checkpoint is corrupt") from error
     if manifest.format_version > FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: format {manifest.format_version} is newer than this program's {FORMAT_VERSION}; "
-            "use the version that wrote it"
+            "use the version that wrote the checkpoint"
         )
     return manifest
 
@@ -134,57 +132,57 @@ def _sum_of(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def damage(directory: Path, contents: bool = True, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
-    """What is wrong with a checkpoint, one line a file; nothing: it is whole.
+def find_corruption(directory: Path, contents: bool = True, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
+    """Yield one message per missing or corrupt file of a checkpoint; nothing if it is intact.
 
-    Sizes are always compared; `contents`: SHA-256 too, which reads every byte, of the files of one of several readers:
-    `share` is its number and theirs.
+    Sizes are always compared. `contents`: SHA-256 too, which reads every byte; with several readers, each reads the
+    files of its `share` (its number, number of readers).
     """
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:
         yield str(error)
         return
-    if wrong := _what_is_wrong_with_config(manifest.config):
+    if wrong := _config_problem(manifest.config):
         yield f"{directory / MANIFEST}: {wrong}"
     reader, num_readers = share
     for index, (name, expected) in enumerate(manifest.files.items()):
         path = directory / name
         contents_here = contents and index % num_readers == reader
         if not is_file_name(name):
-            yield f"{directory / MANIFEST} names {name!r}, which is outside of its directory"
+            yield f"{directory / MANIFEST} names {name!r}, which is outside the checkpoint"
         elif path.is_symlink():
-            yield f"{path} is a link, which can lead anywhere: copy the checkpoint with the files themselves (cp -rL)"
+            yield f"{path} is a symbolic link, which is not followed: copy the checkpoint with its files (cp -rL)"
         elif not path.is_file():
             yield f"{path} is missing"
         elif path.stat().st_size != expected.num_bytes:
-            yield f"{path} has {path.stat().st_size:,} bytes; {expected.num_bytes:,} were written"
+            yield f"{path} has {path.stat().st_size:,} bytes, but {expected.num_bytes:,} were written"
         elif contents_here and file_sum(path).sha256 != expected.sha256:
-            yield f"{path} is not what was written: its SHA-256 differs"
+            yield f"{path} is corrupt: its SHA-256 differs from what was written"
 
 
-def _what_is_wrong_with_config(text: str) -> str:
-    """Empty where this is the YAML of a config's sections. Tags, which could name objects, are refused.
+def _config_problem(text: str) -> str:
+    """Why this is not the YAML of a config's sections; empty if it is. Tags, which could name objects, are refused.
 
-    Looked at when a checkpoint is chosen, not whenever a manifest is read: training waits for some of these readings.
+    Checked when a checkpoint is chosen, not at every reading of a manifest, for some of which training waits.
     """
     try:
         sections = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
-        return f"its config is no plain YAML: {error}"
+        return f"its config is not plain YAML: {error}"
     has_sections = isinstance(sections, dict) and all(isinstance(section, dict) for section in sections.values())
     return "" if has_sections else "its config has no sections"
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name that a checkpoint gives is that of a file in its own directory."""
+    """Whether a name in a checkpoint stays inside the checkpoint's directory."""
     return name not in ("", ".", "..") and Path(name).name == name
 
 
 def file_sum(path: Path) -> FileSum:
     """Size and SHA-256 of a file."""
     digest, num_bytes = hashlib.sha256(), 0
-    # One buffer: several files are summed at once, also where memory is short.
+    # One buffer per file: several files are summed at once.
     block = memoryview(bytearray(_BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
         while length := file.readinto(block):
@@ -193,10 +191,10 @@ def file_sum(path: Path) -> FileSum:
     return FileSum(num_bytes, digest.hexdigest())
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file's text so that after a crash either the old or the new text is there."""
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file's text so that a crash leaves either the old or the new text."""
     temporary = path.with_name(f".{path.name}.tmp")
-    # What is there is left of a killed job, or a link that somebody put there.
+    # Left behind by a killed job, or a link that somebody put there.
     temporary.unlink(missing_ok=True)
     with temporary.open("x", encoding="utf-8") as file:
         file.write(text)
@@ -207,7 +205,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or a directory's entries, to the disk."""
+    """Sync a file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -216,25 +214,25 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def flushed_meanwhile(path: Path) -> Iterator[None]:
-    """Bring a file to the disk while it is being written inside, so that little is left to wait for at its end.
+def syncing(path: Path) -> Iterator[None]:
+    """Sync a file in the background while it is written inside, so that little is left at its end.
 
-    Raises OSError when the disk does not take it: the system says so once, so that a later `sync` would not know.
+    Raises OSError if the disk fails: the system reports that once, and a later `sync` would not see it.
     """
     written = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        flushing = pool.submit(_flush_until, written, path)
+        background = pool.submit(_sync_until, written, path)
         try:
             yield
         finally:
             written.set()
-        flushing.result()
+        background.result()
 
 
-def _flush_until(written: threading.Event, path: Path) -> None:
+def _sync_until(written: threading.Event, path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        while not written.wait(_FLUSH_SECONDS):
+        while not written.wait(_SYNC_SECONDS):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -1,11 +1,12 @@
-"""Owns where a rank's part of a parameter lies in the whole model's parameter, as boxes.
+"""Maps a rank's part of a parameter to boxes of the whole parameter, which no layout depends on.
 
 A rank holds a tensor-parallel shard of a parameter, and of its optimizer state only a range of the shard's flat
 elements (Megatron's distributed optimizer cuts its buffers anywhere). A flat range of a matrix is at most a piece of a
-row, whole rows, and a piece of a row: boxes with a place in the whole parameter that no layout decides, so that a
-checkpoint is read back under any other. Plain integers; must not know tensors' values, optimizers or files.
+row, whole rows, and another piece of a row: boxes in the whole parameter, so that a checkpoint can be read under any
+other layout.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,8 +15,7 @@ from megatron_fp8.model.sharding import ParameterSharding
 
 @dataclass(frozen=True)
 class Box:
-    """A box of the whole parameter, at `offset` with `shape`; its elements lie one after another, from `start` on, in
-    the rank's flat shard."""
+    """A box of the whole parameter; its elements are contiguous in the rank's flat shard, from `start` on."""
 
     start: int
     offset: tuple[int, ...]
@@ -24,14 +24,11 @@ class Box:
     @property
     def stop(self) -> int:
         """One past its last element in the rank's flat shard."""
-        size = 1
-        for length in self.shape:
-            size *= length
-        return self.start + size
+        return self.start + math.prod(self.shape)
 
 
 def whole_box(shape: tuple[int, ...]) -> Box:
-    """The box that is all of a tensor."""
+    """The box that covers a whole tensor."""
     return Box(0, (0,) * len(shape), shape)
 
 
@@ -39,8 +36,8 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 class Placement:
     """A tensor-parallel rank's shard of a parameter.
 
-    `local_shape`: of the shard, one or two axes. `num_rows`: rows of the whole parameter that exist; those of the
-    padded vocabulary beyond it depend on the layout and are not saved (they are 0 for ever).
+    `local_shape`: of the shard, one or two axes. `num_rows`: rows of the whole parameter without the padding of the
+    vocabulary, which depends on the layout and is not saved (its rows are always 0).
     """
 
     sharding: ParameterSharding
@@ -60,14 +57,14 @@ class Placement:
         return tuple(shape)
 
     def boxes(self, start: int, stop: int) -> Iterator[Box]:
-        """The boxes that the elements `start` to `stop` of the flat shard fill, in order."""
+        """The boxes of the elements `start` to `stop` of the flat shard, in order."""
         row_size = 1 if len(self.local_shape) == 1 else self.local_shape[1]
         for first, last, whole_row in self._row_blocks():
             for piece in _pieces(max(start, first * row_size), min(stop, last * row_size), row_size):
                 yield self._box(piece, row_size, whole_row - first)
 
     def _row_blocks(self) -> Iterator[tuple[int, int, int]]:
-        """(first row, one past the last, number of the first in the whole parameter) of the shard's runs of rows."""
+        """(first row, one past the last, number of the first in the whole parameter) of each run of rows."""
         rows = self.local_shape[0]
         if self.sharding.axis != 0:
             yield 0, rows, 0
@@ -92,7 +89,7 @@ class Placement:
 
 
 def _pieces(start: int, stop: int, row_size: int) -> Iterator[tuple[int, int]]:
-    """Cut a flat range into a piece of a row, whole rows, and a piece of a row, as far as there are any."""
+    """Split a flat range into a piece of a row, whole rows, and a piece of a row, as far as it has them."""
     while start < stop:
         if start % row_size:
             end = min(stop, start - start % row_size + row_size)

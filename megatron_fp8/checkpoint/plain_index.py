@@ -1,7 +1,7 @@
-"""Owns reading the index of a checkpoint (torch's `.metadata`) without torch: names, shapes, dtypes, where pieces lie.
+"""Reads the index of a checkpoint (torch's `.metadata`) without torch: names, shapes, dtypes, positions of pieces.
 
-The index is a pickle. No class that it names is imported, let alone called: records of attributes stand in for those
-that an index consists of, and anything else is refused. Imports no torch; must not know what tensors mean.
+The index is a pickle. No class that it names is imported, let alone called: plain records stand in for the classes of
+an index, and any other name is refused.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from typing import Any
 from megatron_fp8.checkpoint.manifest import CheckpointError, is_file_name
 from megatron_fp8.config.paths import open_file
 
+# A tensor's name is free of the layout: one of these, then a parameter, a scaling state, or a random stream and its
+# rank.
+MASTER, WEIGHT = "master.", "weight."
+FP8_WEIGHT, FP8_WEIGHT_SCALE = "fp8_weights.", "fp8_weight_scales."
+PRECISION, STREAM = "precision.", "rng."
 INDEX = ".metadata"
 _DCP = "torch.distributed.checkpoint"
-# All that an index consists of, beside `torch.Size` and torch's dtypes. Named one by one: a dotted name in one of these
-# modules could mean whatever the module has imported.
+# The classes of an index, besides `torch.Size` and torch's dtypes. Listed one by one: a dotted name in one of these
+# modules could mean anything that the module has imported.
 _CLASSES = frozenset(
     {
         ("torch.serialization", "_get_layout"),
@@ -50,7 +55,7 @@ _DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, at `offset` with `shape`, and the bytes of `file` that hold it: `start` and their number."""
+    """A box of a tensor, and the bytes of `file` that hold it."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -61,7 +66,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class IndexedTensor:
-    """A tensor of a checkpoint: its whole shape, torch's name of its dtype, its pieces."""
+    """A tensor of a checkpoint: whole shape, torch's name of its dtype, pieces."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -69,26 +74,26 @@ class IndexedTensor:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the elements, without what the file adds to them."""
+        """Bytes of the elements, without the overhead of the file."""
         return self.num_elements * _DTYPE_BYTES[self.dtype]
 
 
 def read_plain_index(directory: Path) -> dict[str, IndexedTensor]:
-    """The tensors of the checkpoint in `directory` by name, in order.
+    """The tensors of a checkpoint by name, in order.
 
-    Raises CheckpointError when the index is missing, damaged, or holds anything but an index.
+    Raises CheckpointError if the index is missing, corrupt, or contains anything but an index.
     """
     path = directory / INDEX
     try:
         with open_file(path) as file:
             index = _Reader(io.BytesIO(file.read())).load()
         stored = {
-            # What is no tensor has no offset.
+            # Entries that are not tensors have no offset.
             (key.fqn, tuple(getattr(key, "offset", None) or ())): _place(information)
             for key, information in index.storage_data.items()
         }
@@ -100,14 +105,14 @@ def read_plain_index(directory: Path) -> dict[str, IndexedTensor]:
     except CheckpointError as error:
         raise CheckpointError(f"{path} is refused: {error}") from None
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist: {directory} is not a whole checkpoint") from None
+        raise CheckpointError(f"{path} does not exist: {directory} is not a checkpoint, or an incomplete one") from None
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged") from error
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}): it is corrupt") from error
     return dict(sorted(tensors.items()))
 
 
 class _Record:
-    """Stands in for any class of an index; keeps what was pickled."""
+    """Stands in for any class of an index; keeps the pickled state."""
 
     state: Any = None
 
@@ -130,12 +135,12 @@ class _Reader(pickle.Unpickler):
             return name
         if (module, name) in _CLASSES:
             return _Record
-        raise CheckpointError(f"it would run {module}.{name}, which no index of tensors needs")
+        raise CheckpointError(f"it would run {module}.{name}, which an index of tensors does not need")
 
 
 def _place(information: Any) -> tuple[str, int, int]:
     if not is_file_name(information.relative_path):
-        raise CheckpointError(f"it names the file {information.relative_path!r}, which is outside of its directory")
+        raise CheckpointError(f"it names the file {information.relative_path!r}, which is outside the checkpoint")
     return information.relative_path, information.offset, information.length
 
 

@@ -1,9 +1,9 @@
-"""Owns writing a checkpoint in the background: the copy, the writers' files, sums, the index, the commit.
+"""Writes a checkpoint in the background: copy to the host, files, checksums, index, commit.
 
-The step that saves waits for the copy of this rank's state to the host. A process then writes and sums this rank's
-files and notes which pieces of which tensors they hold; when those of all ranks have ended, which `poll` looks at
-between steps, rank 0 makes the index of these notes and commits. A write that failed raises its own error there, and
-the checkpoint before it stays the latest. Must not know when to save.
+The step that saves waits for the copy of this rank's state to the host. A process then writes and checksums this rank's
+files, and lists the pieces in them. When the writers of all ranks have finished, which `poll` checks between steps,
+rank 0 makes the index from these lists and commits. A failed write raises its own error there, and the previous
+checkpoint stays the latest.
 """
 
 import heapq
@@ -20,22 +20,21 @@ import torch
 from torch import Tensor
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
-from megatron_fp8.checkpoint.index import write_index
 from megatron_fp8.checkpoint.live import LiveState
-from megatron_fp8.checkpoint.manifest import CheckpointError, Manifest, flushed_meanwhile, write_sums, write_whole
-from megatron_fp8.checkpoint.pieces import NewPiece, WrittenPiece, write_pieces
+from megatron_fp8.checkpoint.manifest import CheckpointError, Manifest, syncing, write_atomically, write_sums
 from megatron_fp8.checkpoint.plain_index import INDEX, Piece
-from megatron_fp8.checkpoint.together import all_or_none, on_rank_0
-from megatron_fp8.checkpoint.writer import WriterProcess
+from megatron_fp8.checkpoint.rank_io import all_or_none, on_rank_0
+from megatron_fp8.checkpoint.tensor_files import NewPiece, WrittenPiece, write_index, write_pieces
+from megatron_fp8.checkpoint.writer_process import WriterProcess
 
-# One thread neither fills a disk nor sums as fast as one writes.
+# One thread neither saturates a disk nor checksums as fast as a disk writes.
 _FILES_PER_RANK = 2
-_NOTES_PREFIX = ".pieces-"
+_LISTS_PREFIX = ".pieces-"
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that was committed.
+    """A committed checkpoint.
 
     `hold_up_seconds`: how long training waited for it; `seconds`: from the start to the commit.
     """
@@ -49,7 +48,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A write that is going on. `writer` None: there is none, because of `failure`."""
+    """A write in progress. `writer` None: it could not be started, because of `failure`."""
 
     manifest: Manifest
     writer: WriterProcess | None
@@ -59,7 +58,7 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Writes checkpoints of `live` into `directory`, one at a time; every rank makes one and calls the same methods."""
+    """Writes checkpoints of `live` to `directory`, one at a time; all ranks call the same methods."""
 
     def __init__(self, directory: CheckpointDirectory, live: LiveState) -> None:
         self._directory = directory
@@ -67,9 +66,9 @@ class CheckpointWriter:
         self._pending: _Pending | None = None
 
     def start(self, manifest: Manifest, own: Mapping[str, Tensor] | None = None) -> None:
-        """Copy the state and begin to write it, with tensors that are this rank's `own`. Collective.
+        """Copy the state, and this rank's `own` tensors, and start writing them. Collective.
 
-        Raises CheckpointError where nothing can be written. Only one write at a time: `wait` comes before.
+        Raises CheckpointError if the directory cannot be made. One write at a time: call `wait` first.
         """
         if self._pending is not None:
             raise RuntimeError("a checkpoint is still being written")
@@ -82,12 +81,12 @@ class CheckpointWriter:
         try:
             writer = WriterProcess(partial(write_part, path, rank, copies))
         except OSError as error:
-            # Told to all ranks together, with what other writers meet.
+            # Reported to all ranks by `wait`, with the errors of other writers.
             failure = error
         self._pending = _Pending(manifest, writer, failure, started, time.monotonic() - started)
 
     def poll(self) -> SavedCheckpoint | None:
-        """The checkpoint that has become whole since the last call, if any. Collective while one is being written."""
+        """The checkpoint that was finished since the last call, or None. Collective while one is being written."""
         if self._pending is None:
             return None
         writer = self._pending.writer
@@ -97,7 +96,7 @@ class CheckpointWriter:
         return None if running.item() else self.wait()
 
     def wait(self) -> SavedCheckpoint | None:
-        """As `poll`, after the write has ended."""
+        """As `poll`, after waiting for the write to end."""
         pending = self._pending
         if pending is None:
             return None
@@ -109,8 +108,8 @@ class CheckpointWriter:
                 _require_written(pending)
         except CheckpointError as error:
             raise CheckpointError(
-                f"the checkpoint of iteration {iteration} could not be written: {error}{self._space_left()}. "
-                f"The latest whole one is that of iteration {self._directory.latest()}"
+                f"the checkpoint of iteration {iteration} could not be written: {error}{self._free_space()}. "
+                f"The latest checkpoint is that of iteration {self._directory.latest()}"
             ) from error
         on_rank_0(lambda: self._commit(pending.manifest), self._live.device)
         now = time.monotonic()
@@ -122,36 +121,36 @@ class CheckpointWriter:
             now - pending.started,
         )
 
-    def _space_left(self) -> str:
-        """Of the disk, for an error: torch's writer may hide what the system said behind "iostream error"."""
+    def _free_space(self) -> str:
+        """For an error: torch's writer may hide the system's behind "iostream error"."""
         free_bytes = shutil.disk_usage(self._directory.root).free
-        return f" ({free_bytes / 1e6:,.1f} MB are free on its disk)"
+        return f" ({free_bytes / 1e6:,.1f} MB free on its disk)"
 
     def _commit(self, manifest: Manifest) -> None:
         incomplete = self._directory.incomplete(manifest.iteration)
-        write_index(incomplete, list(_noted_pieces(incomplete)))
+        write_index(incomplete, list(_listed_pieces(incomplete)))
         write_sums(incomplete, -1, [INDEX])
         self._directory.commit(manifest)
 
 
 def write_part(directory: Path, rank: int, copies: Sequence[NewPiece]) -> None:
-    """Write a rank's pieces into files, sum these, and note what they hold. Raises OSError as the system does."""
+    """Write a rank's pieces to files, checksum these, and list the pieces. Raises OSError."""
     paths = [directory / f"__{rank}_{number}.distcp" for number in range(_FILES_PER_RANK)]
     shares = [(path, share) for path, share in zip(paths, _shares(copies, len(paths)), strict=True) if share]
     with ThreadPoolExecutor(_FILES_PER_RANK) as pool:
         written = [new for file in pool.map(lambda share: _write_file(*share), shares) for new in file]
-    write_whole(directory / f"{_NOTES_PREFIX}{rank:06d}.json", json.dumps([asdict(new) for new in written]))
+    write_atomically(directory / f"{_LISTS_PREFIX}{rank:06d}.json", json.dumps([asdict(new) for new in written]))
     write_sums(directory, rank, [path.name for path, _ in shares])
 
 
 def _write_file(path: Path, pieces: Sequence[NewPiece]) -> list[WrittenPiece]:
-    # The rest is brought to the disk while the file is summed, in `write_sums`.
-    with flushed_meanwhile(path):
+    # `write_sums` syncs the rest while it checksums the file.
+    with syncing(path):
         return write_pieces(path, pieces)
 
 
 def _shares(pieces: Sequence[NewPiece], number: int) -> list[list[NewPiece]]:
-    """`pieces` in `number` parts of about as many bytes."""
+    """Split `pieces` into `number` parts of about the same size."""
     parts: list[list[NewPiece]] = [[] for _ in range(number)]
     smallest = [(0, part) for part in range(number)]
     for piece in sorted(pieces, key=lambda piece: -piece.values.nbytes):
@@ -161,9 +160,9 @@ def _shares(pieces: Sequence[NewPiece], number: int) -> list[list[NewPiece]]:
     return parts
 
 
-def _noted_pieces(directory: Path) -> Iterator[WrittenPiece]:
-    """What all ranks noted; the notes go, since the index has it now."""
-    for path in sorted(directory.glob(f"{_NOTES_PREFIX}*.json")):
+def _listed_pieces(directory: Path) -> Iterator[WrittenPiece]:
+    """The pieces of all ranks; removes the lists, which the index replaces."""
+    for path in sorted(directory.glob(f"{_LISTS_PREFIX}*.json")):
         for new in json.loads(path.read_text(encoding="utf-8")):
             piece = new["piece"]
             where = Piece(
@@ -174,7 +173,7 @@ def _noted_pieces(directory: Path) -> Iterator[WrittenPiece]:
 
 
 def _require_written(pending: _Pending) -> None:
-    """Wait for this rank's writer. Raises what it met, OSError or CheckpointError."""
+    """Wait for this rank's writer. Raises its error, OSError or CheckpointError."""
     if pending.writer is None:
         assert pending.failure is not None
         raise pending.failure

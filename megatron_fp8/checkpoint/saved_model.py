@@ -1,7 +1,7 @@
-"""Owns what is known of a checkpoint's model before torch is imported: where it lies, and the config to run it with.
+"""Finds a checkpoint's model, and makes the config to run it with, before torch is imported.
 
-Sizes of the model come from the checkpoint; how many ranks share it and in which number format it computes may differ
-from the run that made it. Every mistake is found here, before a byte of the weights is read. Imports no torch.
+The model's sizes come from the checkpoint; the number of ranks and the number format may differ from the run that made
+it. Every mistake is found here, before any weights are read. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,25 +16,21 @@ from typing import Literal
 import yaml
 from pydantic import ValidationError
 
-from megatron_fp8.checkpoint.directory import TRACKER, CheckpointDirectory
-from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, damage, read_manifest
-from megatron_fp8.checkpoint.plain_index import read_plain_index
-from megatron_fp8.checkpoint.reading import kept_choice
-from megatron_fp8.checkpoint.start import CHECKPOINTS
+from megatron_fp8.checkpoint.directory import CHECKPOINTS, TRACKER, find_directory, locked_choice
+from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, find_corruption, read_manifest
+from megatron_fp8.checkpoint.plain_index import MASTER, PRECISION, read_plain_index
 from megatron_fp8.config.facts import Facts, Finding, to_problem
-from megatron_fp8.config.precision import PrecisionConfig
 from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.rules_model import check_model
 from megatron_fp8.config.rules_parallel import check_parallel
 from megatron_fp8.config.rules_precision import check_precision
 from megatron_fp8.config.schema import Config, ParallelConfig
+from megatron_fp8.config.schema_model import PrecisionConfig
 from megatron_fp8.errors import BadInputError
 
-MASTER = "master."
-FP8_SCALES = "precision.layers."
 _EMBEDDING = "embedding.word_embeddings.weight"
 _FALLEN_BACK = "fallen_back"
-# What a person can still choose when the model is given; other keys are not suggested.
+# Keys that can still be chosen for a given model; others are not suggested.
 _CHOICES = (
     "world_size",
     "parallel.tensor_model_parallel_size",
@@ -48,11 +44,11 @@ _TRAINING_ONLY = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp
 
 @dataclass(frozen=True)
 class InferenceSettings:
-    """How a checkpoint's model is to run; None: as in the run that made it.
+    """How to run a checkpoint's model; None: as in the run that made it.
 
-    Data-parallel size is what is left of the world size. `mode`: number format. `fp8_recipe`: how FP8 scales are
-    found; `delayed` needs those that an FP8 run saved. `micro_batch_size`: samples of one forward pass;
-    `num_microbatches`: such passes per data-parallel rank that a `Stepper` makes at a time.
+    The data-parallel size follows from the world size. `fp8_recipe`: `delayed` needs the scales that an FP8 run saved.
+    `micro_batch_size`: samples of one forward pass; `num_microbatches`: passes per data-parallel rank that a `Stepper`
+    makes at a time.
     """
 
     tensor_model_parallel_size: int = 1
@@ -65,9 +61,9 @@ class InferenceSettings:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model in a checkpoint, and how it is to run.
+    """A model in a checkpoint, and how to run it.
 
-    `config`: the run's, with the settings for inference put in; `vocab_size`: tokens before padding.
+    `config`: the run's, changed by the settings for inference; `vocab_size`: without padding.
     """
 
     checkpoint: Path
@@ -77,68 +73,64 @@ class SavedModel:
 
     @property
     def fallen_back(self) -> list[int]:
-        """Layers that the run had taken out of FP8 when it was saved."""
+        """Layers that had fallen back to BF16 when the checkpoint was saved."""
         return self.manifest.lists.get(_FALLEN_BACK, [])
 
     @property
     def num_positions(self) -> int:
-        """Tokens that a text may have: rows of the position table, or with RoPE those that the model was trained on."""
+        """Maximum tokens of a text: rows of the position table, or with RoPE the sequence length of training."""
         model = self.config.model
         rows = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
         return rows or model.seq_length
 
 
 def read_saved_model(path: Path, settings: InferenceSettings, world_size: int) -> SavedModel:
-    """The model that `path` means, to run on `world_size` ranks.
+    """The model at `path` (see `find_checkpoint`), to run on `world_size` ranks.
 
-    `path`: as `find_checkpoint` takes it. Raises BadInputError with every mistake, CheckpointError when
-    the checkpoint is damaged as far as sizes tell.
+    Raises BadInputError with every mistake, CheckpointError if the checkpoint is corrupt, by sizes.
     """
     checkpoint = find_checkpoint(path)
-    problems = list(damage(checkpoint, contents=False))
+    problems = list(find_corruption(checkpoint, contents=False))
     if problems:
-        raise CheckpointError(f"the checkpoint is damaged: {'; '.join(problems)}")
+        raise CheckpointError(f"the checkpoint is corrupt: {'; '.join(problems)}")
     index = read_plain_index(checkpoint)
     embedding = index.get(MASTER + _EMBEDDING)
     if embedding is None:
-        raise CheckpointError(f"{checkpoint} holds no {MASTER}{_EMBEDDING}: it is no checkpoint of a model")
+        raise CheckpointError(f"{checkpoint} has no {MASTER}{_EMBEDDING}: it is not a checkpoint of a model")
     vocab_size = embedding.shape[0]
     config = _for_inference(read_config(checkpoint), settings, world_size, vocab_size)
-    has_scales = any(name.startswith(FP8_SCALES) for name in index)
+    has_scales = any(name.startswith(f"{PRECISION}layers.") for name in index)
     _require_fitting(config, world_size, has_scales)
     return SavedModel(checkpoint, read_manifest(checkpoint), config, vocab_size)
 
 
 def find_checkpoint(path: Path, iteration: int | None = None) -> Path:
-    """The checkpoint at `path`, or that of `iteration` (None: the latest) of the run, or checkpoints, at `path`.
+    """The checkpoint at `path`, or that of `iteration` (None: the latest) in the run or directory at `path`.
 
-    The file that says which checkpoint is the latest is taken for its directory. BadInputError where there is none.
+    `path` may also be the tracker file. Raises BadInputError if there is no checkpoint.
     """
     if path.name == TRACKER and path.is_file():
         path = path.parent
     if (path / MANIFEST).is_file():
         return path
-    for root in (path, path / CHECKPOINTS):
-        directory = CheckpointDirectory(root)
-        iterations = directory.iterations()
-        if not iterations:
-            continue
-        chosen = directory.latest() if iteration is None else iteration
-        if chosen is not None and not directory.path(chosen).is_dir():
-            raise BadInputError(f"there is no checkpoint of iteration {chosen} in {root}; there are {iterations}")
-        return directory.path(iterations[-1] if chosen is None else chosen)
-    raise BadInputError(
-        f"there is no checkpoint at {path}: name a run directory, its {CHECKPOINTS}, or one of the checkpoints there"
-    )
+    directory = find_directory(path)
+    if directory is None:
+        what = f"a run directory, its {CHECKPOINTS} directory, or one of the checkpoints in it"
+        raise BadInputError(f"there is no checkpoint at {path}\n    use: {what}")
+    iterations = directory.iterations()
+    chosen = directory.latest() if iteration is None else iteration
+    if chosen is not None and not directory.path(chosen).is_dir():
+        raise BadInputError(f"there is no checkpoint of iteration {chosen} in {directory.root}; there are {iterations}")
+    return directory.path(iterations[-1] if chosen is None else chosen)
 
 
 def kept_checkpoint(path: Path, iteration: int | None = None) -> AbstractContextManager[Path]:
-    """What `find_checkpoint` finds, which a run that goes on does not remove until this is left."""
-    return kept_choice(partial(find_checkpoint, path, iteration))
+    """The result of `find_checkpoint`, locked so that a run that is training does not remove it."""
+    return locked_choice(partial(find_checkpoint, path, iteration))
 
 
 def read_config(checkpoint: Path) -> Config:
-    """The config of the run that wrote a checkpoint. Raises BadInputError when it cannot be read."""
+    """The config of the run that wrote a checkpoint. Raises BadInputError if it cannot be read."""
     try:
         return Config.model_validate(yaml.safe_load(read_manifest(checkpoint).config))
     except (ValidationError, yaml.YAMLError) as error:
@@ -163,13 +155,13 @@ def _for_inference(saved: Config, settings: InferenceSettings, world_size: int, 
 
 
 def _precision(saved: PrecisionConfig, settings: InferenceSettings) -> PrecisionConfig:
-    """The formats of the run without what only training reads, and with the settings' in their place."""
+    """The formats of the run, changed by the settings, without those that only training uses."""
     mode = settings.mode or ("fp8" if settings.fp8_recipe is not None else saved.mode)
     if mode != "fp8":
         return PrecisionConfig(mode=mode)
     defaults = PrecisionConfig()
     changes = {key: getattr(defaults, key) for key in _TRAINING_ONLY}
-    # No scale is updated: whose amaxes would be reduced does not matter, and any layout may have any.
+    # No scale is updated, so the ranks that reduce amaxes do not matter.
     changes |= {"mode": mode, "amax_reduction": "auto", "from_accelerate": None}
     if settings.mode is not None:
         changes["fp8_eval"] = True
@@ -184,8 +176,8 @@ def _require_fitting(config: Config, world_size: int, has_scales: bool) -> None:
     problems = [to_problem(_with_choices(finding), facts, _findings, {}) for finding in _findings(facts)]
     precision = config.precision
     if precision.mode == "fp8" and precision.fp8_recipe == "delayed" and not has_scales:
-        reason = "its scales come from training in FP8, and the checkpoint has none"
-        use = "precision.fp8_recipe=tensorwise, which looks at each tensor; or precision.mode=bf16"
+        reason = "delayed scaling needs the scales of an FP8 run, and the checkpoint has none"
+        use = "precision.fp8_recipe=tensorwise, which scales each tensor by its own amax; or precision.mode=bf16"
         problems.append(Problem("precision.fp8_recipe", "delayed", reason, use))
     if problems:
         raise ConfigError.from_problems(problems)

@@ -18,18 +18,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fp8.checkpoint.directory import TRACKER, CheckpointDirectory
-from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, damage, read_manifest
-from megatron_fp8.checkpoint.plain_index import IndexedTensor, read_plain_index
-from megatron_fp8.checkpoint.reading import kept, kept_choice
-from megatron_fp8.checkpoint.start import CHECKPOINTS
+from megatron_fp8.checkpoint.directory import (
+    CHECKPOINTS,
+    TRACKER,
+    CheckpointDirectory,
+    find_directory,
+    lock_for_reading,
+    locked_choice,
+)
+from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, find_corruption, read_manifest
+from megatron_fp8.checkpoint.plain_index import read_plain_index
+from megatron_fp8.errors import BadInputError
 
 if TYPE_CHECKING:
     from megatron_fp8.checkpoint.difference import TensorDifference
-
-
-class PathError(Exception):
-    """There is no checkpoint where one should be; the text says what to use instead."""
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -57,42 +59,45 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def find_directory(path: Path) -> CheckpointDirectory:
-    """The directory of checkpoints that `path` means. PathError where there is none."""
-    for candidate in (path, path / CHECKPOINTS):
-        directory = CheckpointDirectory(candidate)
-        if directory.iterations() or (candidate / TRACKER).exists():
-            return directory
-    what = "there is no checkpoint in it" if path.is_dir() else "there is no such directory"
-    raise PathError(f"{path}: {what}; use the path of a run, of its checkpoints, or of one of them")
+def existing_directory(path: Path) -> CheckpointDirectory:
+    """The directory of checkpoints at `path`, one with only a tracker included. Raises BadInputError."""
+    directory = find_directory(path)
+    trackers = [candidate for candidate in (path, path / CHECKPOINTS) if (candidate / TRACKER).exists()]
+    if directory is None and trackers:
+        directory = CheckpointDirectory(trackers[0])
+    if directory is None:
+        what = "there is no checkpoint in it" if path.is_dir() else "there is no such directory"
+        raise BadInputError(f"{path}: {what}; use the path of a run, of its checkpoints, or of one of them")
+    return directory
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is one checkpoint, perhaps a damaged one."""
-    return path.is_dir() and (
-        (path / MANIFEST).exists() or CheckpointDirectory(path.parent).iteration(path) is not None
-    )
+    """Whether `path` is a checkpoint, intact or corrupt."""
+    named = CheckpointDirectory(path.parent).iteration(path) is not None
+    return path.is_dir() and (named or (path / MANIFEST).exists())
 
 
 def find_checkpoint(path: Path, iteration: int | None) -> Path:
-    """The checkpoint that `path` means: itself, that of `iteration`, or the latest. PathError where there is none."""
+    """The checkpoint at `path`, or that of `iteration` or the latest in it, perhaps corrupt. Raises BadInputError."""
     if is_checkpoint(path):
         return path
-    directory = find_directory(path)
+    directory = existing_directory(path)
     chosen = directory.latest() if iteration is None else iteration
     if chosen is None:
-        raise PathError(f"{directory.root / TRACKER} is missing; use --iteration, one of {directory.iterations()}")
+        raise BadInputError(f"{directory.root / TRACKER} is missing; use --iteration, one of {directory.iterations()}")
     if chosen not in directory.iterations():
         there = directory.iterations()
-        raise PathError(f"{directory.root} has no checkpoint of iteration {chosen}; use --iteration, one of {there}")
+        raise BadInputError(
+            f"{directory.root} has no checkpoint of iteration {chosen}; use --iteration, one of {there}"
+        )
     return directory.path(chosen)
 
 
 def inspect(settings: argparse.Namespace, reads: ExitStack) -> int:
-    """What is inside."""
+    """Print the contents of a checkpoint."""
     path = _kept(reads, settings.path, settings.iteration)
     manifest, tensors = read_manifest(path), read_plain_index(path)
-    problems = list(damage(path, contents=False))
+    problems = list(find_corruption(path, contents=False))
     kinds: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         kind = kinds.setdefault(_kind(name), {"tensors": 0, "elements": 0, "bytes": 0, "dtypes": []})
@@ -125,21 +130,25 @@ def inspect(settings: argparse.Namespace, reads: ExitStack) -> int:
             ],
         )
         if settings.tensors:
-            _print_table(("tensor", "shape", "dtype", "bytes", "pieces"), [_row(*item) for item in tensors.items()])
+            rows = [
+                (n, str(list(t.shape)), t.dtype, f"{t.num_bytes:,}", str(len(t.pieces))) for n, t in tensors.items()
+            ]
+            _print_table(("tensor", "shape", "dtype", "bytes", "pieces"), rows)
         if settings.config:
             print(manifest.config, end="")
     return 1 if problems else 0
 
 
 def verify(settings: argparse.Namespace, reads: ExitStack) -> int:
-    """Whether checkpoints are whole: its tracker and all of a directory that are not removed meanwhile, or one."""
+    """Verify one checkpoint, or a directory's tracker and all its checkpoints."""
     if is_checkpoint(settings.path) or settings.iteration is not None:
         paths, found = [_kept(reads, settings.path, settings.iteration)], {}
     else:
-        directory = find_directory(settings.path)
-        paths = [path for path in map(directory.path, directory.iterations()) if reads.enter_context(kept(path))]
+        directory = existing_directory(settings.path)
+        every = map(directory.path, directory.iterations())
+        paths = [path for path in every if reads.enter_context(lock_for_reading(path))]
         found = {str(directory.root / TRACKER): _tracker_problems(directory)}
-    found |= {str(path): list(damage(path, contents=not settings.sizes_only)) for path in paths}
+    found |= {str(path): list(find_corruption(path, contents=not settings.sizes_only)) for path in paths}
     if settings.json:
         _print_json({path: {"whole": not problems, "problems": problems} for path, problems in found.items()})
     else:
@@ -147,22 +156,22 @@ def verify(settings: argparse.Namespace, reads: ExitStack) -> int:
             for problem in problems:
                 print(problem)
             if not problems:
-                print(f"{path}: {'sizes are as written' if settings.sizes_only else 'whole'}")
+                print(f"{path}: {'file sizes match' if settings.sizes_only else 'intact'}")
     return 1 if any(found.values()) else 0
 
 
 def diff(settings: argparse.Namespace, reads: ExitStack) -> int:
-    """How two checkpoints differ."""
+    """Compare two checkpoints."""
     from megatron_fp8.checkpoint.difference import differences
 
     first = _kept(reads, settings.path, settings.iteration)
     second = _kept(reads, settings.second, settings.iteration)
     found = list(differences(first, second, settings.only))
     if not found:
-        raise PathError(f"no tensor's name contains {settings.only!r}; inspect --tensors lists them")
+        raise BadInputError(f"no tensor name contains {settings.only!r}; inspect --tensors lists them")
     unequal = [difference for difference in found if difference.kind != "equal"]
     if settings.json:
-        # Infinity and NaN, which JSON lacks, as texts.
+        # JSON has no infinity and NaN: they become strings.
         rows = [{k: _finite(v) for k, v in asdict(d).items()} for d in (found if settings.all else unequal)]
         _print_json({"first": str(first), "second": str(second), "tensors": rows, "equal": len(found) - len(unequal)})
     else:
@@ -170,27 +179,27 @@ def diff(settings: argparse.Namespace, reads: ExitStack) -> int:
         if shown:
             header = ("tensor", "difference", "max abs", "max rel", "elements")
             _print_table(header, [_difference_row(difference) for difference in shown])
-        print(f"{len(found) - len(unequal):,} tensors are equal, {len(unequal):,} are not")
+        print(f"{len(found) - len(unequal):,} tensors are equal, {len(unequal):,} differ")
     return 1 if unequal else 0
 
 
 def latest(settings: argparse.Namespace, _: ExitStack) -> int:
-    """Which checkpoint is the latest."""
-    directory = find_directory(settings.path)
+    """Print the path of the latest checkpoint."""
+    directory = existing_directory(settings.path)
     problems = _tracker_problems(directory)
     if not problems:
         iteration = directory.latest()
         assert iteration is not None
         path = directory.path(iteration)
-        problems = list(damage(path, contents=False))
+        problems = list(find_corruption(path, contents=False))
     if problems:
-        whole = directory.newest_whole(contents=False)
+        whole = directory.newest_intact(contents=False)
         newest = None if whole is None else str(directory.path(whole))
         if settings.json:
             _print_json({"latest": None, "problems": problems, "newest whole": newest})
         for problem in problems:
             print(problem, file=sys.stderr)
-        print(f"the newest whole checkpoint: {newest or 'there is none'}", file=sys.stderr)
+        print(f"newest intact checkpoint: {newest or 'none'}", file=sys.stderr)
         return 1
     if settings.json:
         _print_json({"latest": str(path), "iteration": iteration, "problems": []})
@@ -199,14 +208,7 @@ def latest(settings: argparse.Namespace, _: ExitStack) -> int:
     return 0
 
 
-_WORDS = {
-    "equal": "equal",
-    "values": "values",
-    "shape": "shapes",
-    "dtype": "dtypes",
-    "first": "only in FIRST",
-    "second": "only in SECOND",
-}
+_WORDS = {"shape": "shapes", "dtype": "dtypes", "first": "only in FIRST", "second": "only in SECOND"}
 
 
 def _tracker_problems(directory: CheckpointDirectory) -> list[str]:
@@ -218,26 +220,22 @@ def _tracker_problems(directory: CheckpointDirectory) -> list[str]:
     if iteration is None:
         return [f"{path} is missing"]
     if iteration not in directory.iterations():
-        return [f"{path} says {iteration}, of which there is no checkpoint"]
+        return [f"{path} says {iteration}, but there is no checkpoint of that iteration"]
     return []
 
 
 def _kept(reads: ExitStack, path: Path, iteration: int | None) -> Path:
-    """What `find_checkpoint` finds, which a run that goes on does not remove while it is read."""
-    return reads.enter_context(kept_choice(partial(find_checkpoint, path, iteration)))
+    """The result of `find_checkpoint`, locked so that a run that is training does not remove it."""
+    return reads.enter_context(locked_choice(partial(find_checkpoint, path, iteration)))
 
 
 def _kind(name: str) -> str:
-    """What comes before a parameter's, layer's or rank's name."""
+    """The part of a tensor's name before that of its parameter, layer or rank."""
     return name.split(".")[0].split("@")[0]
 
 
-def _row(name: str, tensor: IndexedTensor) -> tuple[str, ...]:
-    return name, str(list(tensor.shape)), tensor.dtype, f"{tensor.num_bytes:,}", str(len(tensor.pieces))
-
-
 def _difference_row(d: TensorDifference) -> tuple[str, ...]:
-    kind = f"{_WORDS[d.kind]} {d.detail}".strip()
+    kind = f"{_WORDS.get(d.kind, d.kind)} {d.detail}".strip()
     return d.name, kind, f"{d.max_abs:.3g}", f"{d.max_rel:.3g}", f"{d.num_different:,}"
 
 
@@ -259,7 +257,7 @@ def _short(value: Any) -> str:
 
 
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on a terminal; elsewhere lines of columns divided by tabs."""
+    """Print a table on a terminal, tab-separated columns elsewhere."""
     if not sys.stdout.isatty():
         for row in (header, *rows):
             print("\t".join(row))
@@ -291,8 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with ExitStack() as reads:
             code = commands[settings.command](settings, reads)
-    except (PathError, CheckpointError) as error:
+    except (BadInputError, CheckpointError) as error:
         print(error, file=sys.stderr)
-        code = 2 if isinstance(error, PathError) else 1
+        code = 2 if isinstance(error, BadInputError) else 1
     if code:
         sys.exit(code)

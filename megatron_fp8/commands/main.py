@@ -28,6 +28,10 @@ class Command:
 
 
 COMMANDS = {
+    "train": Command("train", "train a model; under torchrun on several ranks"),
+    "check": Command("train", "validate a config, reporting every mistake", ("--check",)),
+    "data": Command("data", "inspect, verify, merge and split token files"),
+    "preprocess": Command("preprocess", "tokenize text into token files"),
     "checkpoint": Command("checkpoint", "inspect, verify and compare checkpoints"),
     "report": Command("report", "write the HTML report of a run, or a comparison of several"),
     "compare-runs": Command("compare_runs", "find the first step at which two runs differ"),

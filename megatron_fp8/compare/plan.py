@@ -11,10 +11,10 @@ from pathlib import Path
 from megatron_fp8.compare.modes import MODES
 from megatron_fp8.compare.work import RunTask
 from megatron_fp8.config.check import check_config
-from megatron_fp8.config.length import resolve_length
 from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.problem import ConfigError, Problem
-from megatron_fp8.data.check import check_data
+from megatron_fp8.config.run_start import resolve_length
+from megatron_fp8.data.check_data import check_data
 from megatron_fp8.errors import BadInputError
 
 # Training losses are compared: of the same samples in every mode.

@@ -14,17 +14,13 @@ from megatron_fp8.config.facts import WORLD_SIZE, Facts, Finding, divisors, to_p
 from megatron_fp8.config.load import LoadedConfig
 from megatron_fp8.config.problem import Problem
 from megatron_fp8.config.rules_data import check_data_keys, check_length
-from megatron_fp8.config.rules_faults import check_faults
-from megatron_fp8.config.rules_hang import check_hang
-from megatron_fp8.config.rules_logging import check_logging
 from megatron_fp8.config.rules_model import check_model
 from megatron_fp8.config.rules_optimizer import check_optimizer
-from megatron_fp8.config.rules_parallel import check_parallel
+from megatron_fp8.config.rules_parallel import check_parallel, check_sizes
 from megatron_fp8.config.rules_precision import check_precision
-from megatron_fp8.config.rules_profile import check_profile
-from megatron_fp8.config.rules_sizes import check_sizes
+from megatron_fp8.config.rules_run import check_faults, check_hang, check_logging, check_profile
+from megatron_fp8.config.run_start import START, Position
 from megatron_fp8.config.schema import Config
-from megatron_fp8.config.start import START, Position
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_fp8.config.facts import Facts, Finding
+from megatron_fp8.config.fields import config_fields
 from megatron_fp8.config.problem import Problem
-from megatron_fp8.config.schema import ParallelConfig
+from megatron_fp8.config.schema import Config, ParallelConfig
+from megatron_fp8.config.secret_texts import HIDDEN, hide, secret_values
 
 KEY = "parallel.environment"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -113,3 +115,82 @@ def overruled(parallel: ParallelConfig, environ: Mapping[str, str], origin: str 
         for name, value in variables(parallel.environment).items()
         if environ.get(name, value) != value
     ]
+
+
+# The launcher, and its variables for a task's number and for the number of tasks. `srun` sets the last one for
+# the tasks of a step; SLURM_NTASKS alone is what a batch script was given, which runs once.
+_LAUNCHERS = (
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("mpirun", "PMI_RANK", "PMI_SIZE"),
+)
+# These give the task's number alone.
+_NUMBERS = (("srun", "SLURM_PROCID", "SLURM_NTASKS"), ("mpirun", "PMIX_RANK", ""))
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class ForeignTasks:
+    """Tasks of a launcher other than torchrun: this one's number, and the error message."""
+
+    rank: int
+    text: str
+
+
+def foreign_tasks(environ: Mapping[str, str]) -> ForeignTasks | None:
+    """The tasks that this process is one of, if a launcher other than torchrun started several."""
+    if all(name in environ for name in _OF_TORCHRUN):
+        return None
+    for launcher, rank, size in _LAUNCHERS:
+        if _number(environ, size) > 1:
+            return _found(environ, launcher, rank, size)
+    for launcher, rank, size in _NUMBERS:
+        if _number(environ, rank) > 0:
+            return _found(environ, launcher, rank, size)
+    return None
+
+
+def _found(environ: Mapping[str, str], launcher: str, rank: str, size: str) -> ForeignTasks:
+    shown = " and ".join(f"{name}={environ[name]}" for name in (rank, size) if name in environ)
+    if launcher == "srun":
+        one_a_node, num_nodes = "srun --ntasks-per-node 1", "$SLURM_NNODES"
+    else:
+        one_a_node, num_nodes = "mpirun, one process a node:", "NODES"
+    return ForeignTasks(
+        max(_number(environ, rank), 0),
+        f"{shown} in the environment, without {' and '.join(_OF_TORCHRUN)}\n"
+        f"    why: {launcher} started several tasks, and each would train on its own, into the same run\n"
+        f"    use: {one_a_node} torchrun --nnodes {num_nodes} --nproc-per-node GPUS --rdzv-id NAME "
+        "--rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 pretrain.py CONFIG; for one process, a single task",
+    )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    """-1 for anything but a number."""
+    text = environ.get(name, "")
+    return int(text) if text.isascii() and text.isdecimal() else -1
+
+
+def secret_problems(config: Config, environ: Mapping[str, str], origins: Mapping[str, str]) -> list[Problem]:
+    """The mistake of each key whose text holds a secret: a password in an address, a key, one of the environment."""
+    secrets = secret_values(environ)
+    return [
+        Problem(
+            key,
+            hide(text, secrets),
+            f"it holds a secret (shown as {HIDDEN}), and the config is written to the run directory and to dashboards",
+            "an address without a password, and the secret in the environment or in the service's own file of logins",
+            origins.get(key, ""),
+        )
+        for key, text in _texts(config)
+        if hide(text, secrets) != text
+    ]
+
+
+def _texts(config: Config) -> Iterator[tuple[str, str]]:
+    for key, spec in config_fields().items():
+        value = getattr(getattr(config, spec.section), spec.name)
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                yield key, text

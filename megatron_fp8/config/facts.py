@@ -15,8 +15,8 @@ from typing import Any
 
 from megatron_fp8.config.fields import config_fields
 from megatron_fp8.config.problem import Problem, show_value
+from megatron_fp8.config.run_start import START, Position
 from megatron_fp8.config.schema import Config
-from megatron_fp8.config.start import START, Position
 
 WORLD_SIZE = "world_size"
 MOST_CANDIDATES = 64

@@ -1,10 +1,12 @@
-"""Owns the largest and smallest numbers that a run's arithmetic allows, each with its reason.
+"""Ranges of numbers that a run's arithmetic allows, each with its reason, and kinds of paths that config keys name.
 
 A schema bound that is one of these states its reason in `--help` and in the error for a value out of range.
 Imports nothing of the project.
 """
 
 from __future__ import annotations
+
+import enum
 
 
 class WholeLimit(int):
@@ -74,3 +76,15 @@ MOST_ROTARY_BASE = RealLimit(2.0**100, "its powers and their inverses must fit i
 MOST_THRESHOLD = RealLimit(1e9, "no loss is that far off; to disable the check, use its own switch")
 MOST_ERROR = RealLimit(1e9, "no error is that large; to disable the check, use its own switch")
 MOST_FACTOR = RealLimit(1e6, "no rank is that slow; null disables the check")
+
+
+class Place(enum.Enum):
+    """What a run does with the file or directory that a key names."""
+
+    FILE = "the path of a file that can be read"
+    FILE_OR_FOLDER = "the path of a file, or of a directory with it, that can be read"
+    TOKEN_FILES = "prefixes of token files that can be read"
+    CHECKPOINTS = "the path of a directory that can be read"
+    RUNS = "the path of a directory of your own"
+    CACHE = "the path of a directory that can be written to"
+    IN_RUN = "the path of a directory that can be written to; null, or a relative one, for one inside the run directory"

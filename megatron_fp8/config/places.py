@@ -1,6 +1,6 @@
 """Owns the look at every place on the disk that a config names: may this user read it, or write there?
 
-Which keys name places is in the schema, as a mark on each (`config/place.py`). What the files hold is not looked at,
+Which keys name places is in the schema, as a mark on each (`config/limits.py`). What the files hold is not looked at,
 and that nothing is there is the matter of those who read it, unless it is a link to nowhere. Imports no torch.
 """
 
@@ -10,10 +10,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_fp8.config.config_warnings import idle_keys
 from megatron_fp8.config.fields import FieldSpec, config_fields
-from megatron_fp8.config.idle import idle_keys
+from megatron_fp8.config.limits import Place
 from megatron_fp8.config.paths import is_missing, why_refused, why_unreadable, why_unwritable
-from megatron_fp8.config.place import Place
 from megatron_fp8.config.problem import Problem
 from megatron_fp8.config.schema import Config
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fp8.config.secret_forms import HIDDEN, hide, is_secret_key
+from megatron_fp8.config.secret_texts import HIDDEN, hide, is_secret_key
 from megatron_fp8.errors import BadInputError
 
 LONGEST_VALUE_SHOWN_CHARS = 120

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_fp8.config.facts import Alternative, Facts, Finding
-from megatron_fp8.config.formats import E4M3_ONLY, layers_in_bf16
+from megatron_fp8.config.fp8_formats import E4M3_ONLY, layers_in_bf16
 from megatron_fp8.config.rules_model import LAYERS, TP
-from megatron_fp8.config.rules_precision_optimizer import check_optimizer_formats
-from megatron_fp8.config.rules_precision_shapes import NOT_FP8, check_fp8_shapes
+from megatron_fp8.config.rules_precision_shapes import NOT_FP8, check_fp8_shapes, check_optimizer_formats
 
 AMAX_REDUCTION = "precision.amax_reduction"
 RECIPE = "precision.fp8_recipe"

@@ -11,8 +11,8 @@ import itertools
 import os
 from pathlib import Path
 
+from megatron_fp8.config.limits import Place
 from megatron_fp8.config.paths import open_file, why_refused, why_unwritable
-from megatron_fp8.config.place import Place
 from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.schema import Config
 

@@ -8,9 +8,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_fp8.config.base import Section
-from megatron_fp8.config.checkpoint import CheckpointConfig
-from megatron_fp8.config.faults import FaultsConfig
 from megatron_fp8.config.limits import (
     FP32_ROOM,
     FP32_SMALLEST_NORMAL,
@@ -29,12 +26,10 @@ from megatron_fp8.config.limits import (
     MOST_THREADS,
     MOST_WEIGHT_DECAY,
     SHORTEST_MINUTES,
+    Place,
 )
-from megatron_fp8.config.logging import LoggingConfig
-from megatron_fp8.config.model import ModelConfig
-from megatron_fp8.config.place import Place
-from megatron_fp8.config.precision import PrecisionConfig
-from megatron_fp8.config.profile import ProfileConfig
+from megatron_fp8.config.schema_model import ModelConfig, PrecisionConfig
+from megatron_fp8.config.schema_run import CheckpointConfig, FaultsConfig, LoggingConfig, ProfileConfig, Section
 
 __all__ = [
     "CheckpointConfig",

@@ -1,18 +1,12 @@
-"""Owns what a secret looks like in a text, its removal from what is written, and the refusal of one in a config.
+"""What a secret looks like in a text, and how it is masked. Imports no torch.
 
-A config goes into the run directory, the report and dashboards, an error into logs: none of them is a place for a key.
-The environment, where secrets belong, is an argument. Imports no torch.
+A config goes into the run directory, the report and dashboards, an error into logs: no key belongs in any of them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-
-from megatron_fp8.config.fields import config_fields
-from megatron_fp8.config.problem import Problem
-from megatron_fp8.config.schema import Config
-from megatron_fp8.config.secret_forms import HIDDEN, hide
+from collections.abc import Collection, Mapping
 
 # Names of variables, in words: a TOKENIZER is none.
 _SECRET_NAME = re.compile(r"(^|_)((API|ACCESS|PRIVATE|SECRET)_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
@@ -34,25 +28,28 @@ def secret_values(environ: Mapping[str, str]) -> frozenset[str]:
     )
 
 
-def secret_problems(config: Config, environ: Mapping[str, str], origins: Mapping[str, str]) -> list[Problem]:
-    """The mistake of each key whose text holds a secret: a password in an address, a key, one of the environment."""
-    secrets = secret_values(environ)
-    return [
-        Problem(
-            key,
-            hide(text, secrets),
-            f"it holds a secret (shown as {HIDDEN}), and the config is written to the run directory and to dashboards",
-            "an address without a password, and the secret in the environment or in the service's own file of logins",
-            origins.get(key, ""),
-        )
-        for key, text in _texts(config)
-        if hide(text, secrets) != text
-    ]
+HIDDEN = "***"
+# `scheme://user:password@host`, `scheme://token@host`, also after a path's slashes were joined (`s3:/user:password@b`);
+# not the @ of a path or of a query.
+_IN_ADDRESS = re.compile(r"(?<=://)[^\s/@?#'\"]+(?=@)|(?<=:/)[^\s/@?#:'\"]+:[^\s/@?#'\"]+(?=@)")
+# Keys that say by their form what they are: Hugging Face, GitHub, AWS, Slack and OpenAI-like ones, and headers.
+_KEYS = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{22,}|(?:AKIA|ASIA)[0-9A-Z]{16}"
+    r"|xox[a-z]-[A-Za-z0-9-]{10,}|sk-[A-Za-z0-9_-]{20,})|(?<=Bearer )[A-Za-z0-9._~+/-]{8,}=*"
+)
+# A key of a config, or of what somebody took for one, whose value is not to be repeated.
+_SECRET_KEY = re.compile(
+    r"(^|[._])(api_?key|password|passwd|secret|credentials?|(access|auth|hf|api|wandb)_token)($|_)"
+)
 
 
-def _texts(config: Config) -> Iterator[tuple[str, str]]:
-    for key, spec in config_fields().items():
-        value = getattr(getattr(config, spec.section), spec.name)
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str):
-                yield key, text
+def hide(text: str, secrets: Collection[str] = ()) -> str:
+    """`text` with `***` in the place of passwords in addresses, of keys of known forms, and of the given `secrets`."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return _KEYS.sub(HIDDEN, _IN_ADDRESS.sub(HIDDEN, text))
+
+
+def is_secret_key(key: str) -> bool:
+    """Whether a config key asks for a secret by its name; none of ours does."""
+    return _SECRET_KEY.search(key.lower()) is not None

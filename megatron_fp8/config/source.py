@@ -1,7 +1,7 @@
 """Owns reading config text: YAML files with their chain of bases, and `section.key=value` overrides.
 
 Every value stays a YAML node with its text and origin; what type it should have is not known here
-(`config/values.py`), nor which keys exist (`config/load.py`). Nodes are never turned into objects by their
+(`config/fields.py`), nor which keys exist (`config/load.py`). Nodes are never turned into objects by their
 tags, so no file can run code. Imports no torch.
 """
 

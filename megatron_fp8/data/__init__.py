@@ -1,0 +1,1 @@
+"""What training reads: token files, the order of their samples, batches, tokenizers (`prepare/` makes the files)."""

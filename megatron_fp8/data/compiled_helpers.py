@@ -1,4 +1,4 @@
-"""Owns the way to Megatron Core's compiled index helpers without importing Megatron Core, which imports torch."""
+"""Loads Megatron Core's compiled index helpers without importing Megatron Core, which imports torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ NAME = "megatron.core.datasets.helpers_cpp"
 
 
 class HelpersError(BadInputError):
-    """Megatron Core, or its compiled helpers, are not installed."""
+    """Megatron Core or its compiled helpers are not installed."""
 
 
 @functools.cache
 def compiled_helpers() -> ModuleType:
-    """The module `megatron.core.datasets.helpers_cpp`. Raises HelpersError where there is none."""
+    """The module `megatron.core.datasets.helpers_cpp`. Raises HelpersError if there is none."""
     if NAME in sys.modules:
         return sys.modules[NAME]
-    # Looks for the package's place; runs none of its code.
+    # Finds the package without running its code.
     package = importlib.util.find_spec("megatron.core")
     places = list(package.submodule_search_locations or ()) if package is not None else []
     for place in places:
@@ -34,8 +34,7 @@ def compiled_helpers() -> ModuleType:
                 return _load(path)
     raise HelpersError(
         f"megatron-core has no compiled {NAME} for Python {platform.python_version()} on {platform.machine()}. Install "
-        "a wheel of megatron-core for this platform, or compile it where megatron-core is installed, with pybind11 and "
-        "a C++ compiler"
+        "a wheel of megatron-core for this platform, or compile it with pybind11 and a C++ compiler"
     )
 
 
@@ -47,5 +46,5 @@ def _load(path: Path) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        raise HelpersError(f"{path} cannot be loaded: {error}. Install a wheel of megatron-core again") from error
+        raise HelpersError(f"{path} cannot be loaded: {error}. Reinstall megatron-core") from error
     return module

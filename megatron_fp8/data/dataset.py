@@ -1,8 +1,6 @@
-"""Owns the making of train and validation datasets: config and token files -> Megatron Core's `GPTDataset`s, in our
-own order (`data/order.py` says why).
+"""Builds the train and validation datasets: Megatron Core's `GPTDataset`s, in our own order (`data/order.py` says why).
 
-Must not know ranks' coordinates (the caller says whether this rank reads), devices or batches. On machines
-without CUDA the stand-in must be in place before this is imported, as for every import of Megatron Core.
+On machines without CUDA the stand-in must be installed before this is imported, as for every import of Megatron Core.
 """
 
 from __future__ import annotations
@@ -18,44 +16,41 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split as MegatronSplit
 from torch.utils.data import Dataset
 
-from megatron_fp8.config.length import samples_needed
 from megatron_fp8.config.places import DEFAULT_CACHE
+from megatron_fp8.config.run_start import START, Position, samples_needed
 from megatron_fp8.config.schema import Config
-from megatron_fp8.config.start import START, Position
-from megatron_fp8.data.blend import Blend
+from megatron_fp8.data.blend import Blend, DataKeyError, train_blend, valid_blend
 from megatron_fp8.data.compiled_helpers import HelpersError, compiled_helpers
 from megatron_fp8.data.index_cache import Key, build_cached, cache_key
-from megatron_fp8.data.mapped_files import MappedFiles
-from megatron_fp8.data.order import Order
-from megatron_fp8.data.split_order import SplitOrder, build_order, load_order, save_order
-from megatron_fp8.data.splits import DataKeyError, train_blend, valid_blend
-from megatron_fp8.data.token_file import bin_path, idx_path, read_index
+from megatron_fp8.data.loader import SampleSource
+from megatron_fp8.data.order import Order, SplitOrder, build_order, load_order, save_order
+from megatron_fp8.data.token_file import MappedFiles, bin_path, idx_path, read_index
 from megatron_fp8.data.tokenizer import Tokenizer
-from megatron_fp8.data.validation import ValidationSet, drawn_sets, whole_sets
+from megatron_fp8.data.validation import ValidationSet, sampled_sets, whole_sets
 from megatron_fp8.errors import BadInputError
 
 Sample = dict[str, torch.Tensor]
-"""What a dataset gives: `tokens`, `labels`, `position_ids` int64 [s], `loss_mask` float32 [s]."""
+"""A sample: `tokens`, `labels`, `position_ids` int64 [s], `loss_mask` float32 [s]."""
 ORDER_VERSION = 1
-"""Part of the cache's key: raised when the same settings would give another order or other files."""
+"""Part of the cache key; incremented when the same settings give another order or other files."""
 
 
 class DataError(BadInputError):
-    """The datasets cannot be made; the text names the key or the missing part."""
+    """The datasets cannot be built; the message names the key or the missing part."""
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """`train`: samples in the order of the seed, None on ranks that do not read. `valid`: what evaluations read."""
+    """`train`: samples in the order of the seed; None on ranks that do not read. `valid`: what evaluations read."""
 
-    train: Dataset[Sample] | None
+    train: SampleSource | None
     valid: tuple[ValidationSet, ...]
     num_train_samples: int
-    """From the start of the order to the run's end: train_iters x global_batch_size, where that never changed."""
+    """From the start of the order to the end of the run: train_iters x global_batch_size unless a resume changed it."""
 
 
 class MegatronTokenizer:
-    """What Megatron Core's datasets ask of a tokenizer. There is no padding token: samples are full."""
+    """A tokenizer as Megatron Core's datasets need it. Samples are full, so there is no padding token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.vocab_size = tokenizer.vocab_size
@@ -64,10 +59,10 @@ class MegatronTokenizer:
 
 
 class FileSamples(GPTDataset):
-    """The samples of one token file in a given order, as Megatron Core reads them.
+    """The samples of one token file in a given order, read by Megatron Core.
 
-    Reading raises DataError for a token id beyond the vocabulary: before a run only a part of a large file is read
-    for them, and a GPU would say "device-side assert". ShortenedFileError where a file lost its end meanwhile.
+    Reading raises DataError for a token id outside the vocabulary, of which the validation before a run sees only some,
+    and for which a GPU would report a device-side assert; ShortenedFileError when a file was truncated.
     """
 
     def __init__(self, prefix: str, order: Order, config: GPTDatasetConfig) -> None:
@@ -90,14 +85,14 @@ class FileSamples(GPTDataset):
             smallest, largest = (int(token) for token in torch.aminmax(sample[name]))
             if smallest < 0 or largest >= vocab_size:
                 raise DataError(
-                    f"{bin_path(self._prefix)} holds token id {min(smallest, 0) or largest} (sample {idx}), the "
-                    f"vocabulary has {vocab_size} tokens: tools/data.py verify finds every such id"
+                    f"{bin_path(self._prefix)} holds token id {min(smallest, 0) or largest} (sample {idx}), but the "
+                    f"vocabulary has {vocab_size} tokens; run tools/data.py verify"
                 )
         return sample
 
 
 class BlendedSamples(Dataset[Sample]):
-    """The samples of several token files, each time from the file that the order names."""
+    """The samples of several token files in a blend's order."""
 
     def __init__(self, files: Sequence[FileSamples | None], order: SplitOrder) -> None:
         assert order.blend is not None
@@ -113,27 +108,24 @@ class BlendedSamples(Dataset[Sample]):
         self._mapped.require_whole()
         number, sample = self._order.locate(index)
         file = self._files[number]
-        # One of which no sample is drawn is not opened.
-        assert file is not None
+        assert file is not None  # a file without samples is not opened
         return file[sample]
 
 
 def build_datasets(
     config: Config, tokenizer: Tokenizer, reads_data: bool = True, position: Position = START
 ) -> Datasets:
-    """The datasets of a run that goes on at `position`.
+    """The datasets of a run that continues at `position`; collective over all ranks.
 
-    With torch.distributed initialized every rank must call this: one rank of each disk builds the indices while the
-    others wait. `reads_data`: whether this rank reads samples (rank 0 has to).
-
-    Raises DataError for missing or meaningless data paths and a Megatron Core without its compiled helpers,
-    IndexCacheError for indices that cannot be built or kept, TokenFileError for a broken token file.
+    One rank per disk builds the indices while the others wait. `reads_data`: whether this rank reads samples (rank 0
+    must). Raises DataError for missing or invalid data paths and a Megatron Core without its compiled helpers,
+    IndexCacheError for indices that cannot be built or stored, TokenFileError for a corrupt token file.
     """
     training = config.training
     draws = _draws(config, samples_needed(training, position))
     prefixes = sorted({prefix for draw in draws for prefix in draw.blend.prefixes})
     if reads_data:
-        # By every rank that reads, and not by the builder alone: each then reports a broken file of its own.
+        # On every rank that reads, not only the builder, so that each reports its own corrupt file.
         for prefix in prefixes:
             read_index(prefix)
 
@@ -154,16 +146,16 @@ def build_datasets(
     root = config.data.data_cache_path
     parent = Path(draws[0].blend.prefixes[0]).parent
     directory = build_cached(Path(root) if root is not None else parent / DEFAULT_CACHE, key, build, reads_data)
-    made: list[Dataset[Sample] | None] = [None] * len(draws)
+    datasets: list[SampleSource | None] = [None] * len(draws)
     if directory is not None:
         orders = [load_order(directory, draw.name, len(draw.blend.prefixes)) for draw in draws]
-        made = [_dataset(config, tokenizer, draw.blend, order) for draw, order in zip(draws, orders, strict=True)]
-    return Datasets(made[0], _validation(config, tokenizer, made[1:], reads_data), draws[0].num_samples)
+        datasets = [_dataset(config, tokenizer, draw.blend, order) for draw, order in zip(draws, orders, strict=True)]
+    return Datasets(datasets[0], _validation(config, tokenizer, datasets[1:], reads_data), draws[0].num_samples)
 
 
 @dataclass(frozen=True)
 class _Draw:
-    """So many samples of a blend, in an order of their own."""
+    """`num_samples` samples of a blend, in a separate shuffled order."""
 
     name: str
     blend: Blend
@@ -171,7 +163,7 @@ class _Draw:
 
 
 def _draws(config: Config, num_train_samples: int) -> list[_Draw]:
-    """What is drawn in a shuffled order: training, then each validation set."""
+    """What is read in a shuffled order: training, then each validation set."""
     training = config.training
     try:
         compiled_helpers()
@@ -193,20 +185,19 @@ def _draws(config: Config, num_train_samples: int) -> list[_Draw]:
 
 
 def _validation(
-    config: Config, tokenizer: Tokenizer, made: list[Dataset[Sample] | None], reads_data: bool
+    config: Config, tokenizer: Tokenizer, datasets: Sequence[SampleSource | None], reads_data: bool
 ) -> tuple[ValidationSet, ...]:
-    """The validation sets; `made`: the datasets of those that are drawn."""
+    """The validation sets; `datasets`: of those that are read in a shuffled order."""
     training = config.training
     if training.eval_iters == 0:
         return ()
     valid = valid_blend(config.data)
     if training.full_validation:
         return whole_sets(config, valid, tokenizer.eod_id, reads_data, tokenizer.vocab_size)
-    built = made if training.multiple_validation_sets else made[0]
-    return drawn_sets(config, valid, built, training.eval_iters * training.global_batch_size)
+    return sampled_sets(config, valid, datasets, training.eval_iters * training.global_batch_size)
 
 
-def _dataset(config: Config, tokenizer: Tokenizer, blend: Blend, order: SplitOrder) -> Dataset[Sample]:
+def _dataset(config: Config, tokenizer: Tokenizer, blend: Blend, order: SplitOrder) -> SampleSource:
     dataset_config = GPTDatasetConfig(
         random_seed=config.training.seed,
         sequence_length=config.model.seq_length,
@@ -215,7 +206,7 @@ def _dataset(config: Config, tokenizer: Tokenizer, blend: Blend, order: SplitOrd
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=config.data.eod_mask_loss,
-        # Attention is causal by itself; a mask would cost [s, s] bytes a sample.
+        # Attention is causal without a mask, which would cost [s, s] bytes a sample.
         create_attention_mask=False,
     )
     files = [

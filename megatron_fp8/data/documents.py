@@ -1,8 +1,7 @@
-"""Owns where documents begin inside samples, and what follows from it: positions, and cumulative lengths for attention.
+"""Where documents begin inside samples: position ids, and cumulative lengths for attention.
 
-A document ends with its end-of-document token, as in Megatron: the token after it is the first of another one. A
-sample's first token begins a document too, whatever came before. Must not know files of
-tokens, ranks or devices.
+A document ends with its end-of-document token, as in Megatron; the token after it begins another one. A sample's first
+token also begins a document, whatever precedes it in the file.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from megatron_fp8.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class DocumentRules:
-    """What happens at an end-of-document token inside a sample; Megatron's two switches of these names.
+    """What happens after an end-of-document token inside a sample, as Megatron's switches of these names say.
 
-    `reset_position_ids`: positions count from 0 again. `reset_attention_mask`: no token attends one before it.
+    `reset_position_ids`: positions count from 0 again. `reset_attention_mask`: no later token attends to it or before.
     """
 
     eod_id: int
@@ -29,10 +28,9 @@ class DocumentRules:
 
 
 def document_rules(data: DataConfig, tokenizer: Tokenizer | None = None) -> DocumentRules | None:
-    """What `data.reset_position_ids` and `data.reset_attention_mask` ask for; None: nothing, and no tokenizer is read.
+    """The rules of `data.reset_position_ids` and `data.reset_attention_mask`; None if neither is set.
 
-    `tokenizer`: which knows what token ends a document; None: that of `data`. Raises TokenizerError where there is no
-    tokenizer or it cannot be read.
+    `tokenizer`: whose `eod_id` ends documents; None: that of `data`, loaded only if needed. Raises TokenizerError.
     """
     if not (data.reset_position_ids or data.reset_attention_mask):
         return None
@@ -48,10 +46,10 @@ def document_positions(tokens: Tensor, eod_id: int) -> Tensor:
 
 
 def cumulative_lengths(tokens: Tensor, eod_id: int) -> Tensor:
-    """Where the documents of samples `tokens` `[b, s]`, laid one after another, begin and end: int32 `[n + 1]`.
+    """Where documents begin and end in the concatenated samples `tokens` `[b, s]`: int32 `[n + 1]`.
 
-    n, the number of documents, is rounded up to a power of two by empty ones at the end. Transformer Engine chooses
-    an attention kernel anew for every n, and so it seldom has to.
+    n, the number of documents, is rounded up to a power of two with empty ones at the end: Transformer Engine selects
+    an attention kernel for every new n.
     """
     begins = _begins(tokens, eod_id).flatten().nonzero().flatten()
     num_documents = 1 << (len(begins) - 1).bit_length()

@@ -1,9 +1,9 @@
-"""Owns the directory of sample indices: built once on each disk, whole or absent, never stale, shared by runs.
+"""Caches sample indices in a directory: built once per disk, complete or absent, never stale, shared by runs.
 
-Each build has a directory of its own: its name depends on the token files' sizes and times too, it is built under a
-temporary name and renamed when it is whole. So neither an interruption, nor token files replaced under the same name,
-nor two jobs that start together give wrong samples. Nodes need not share a disk: the lowest rank that sees a disk
-builds on it. Must not know what is inside.
+Each build gets its own directory, whose name also depends on the token files' sizes and times; it is built under a
+temporary name and renamed when complete. So neither an interruption, nor token files replaced under the same name, nor
+two jobs that start together give wrong samples. Nodes need not share a disk: the lowest rank that sees a disk builds on
+it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ import torch.distributed
 
 from megatron_fp8.data.token_file import bin_path, idx_path
 from megatron_fp8.errors import BadInputError
+from megatron_fp8.parallel.object_collectives import all_gather
 
 INCOMPLETE = ".incomplete-"
-LEFT_OVER_SECONDS = 7 * 24 * 3600
+STALE_SECONDS = 7 * 24 * 3600
 
 
 class IndexCacheError(BadInputError):
-    """The directory of sample indices cannot be used; the text names it and what to do."""
+    """The index cache cannot be used; the message names the directory and what to do."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What indices depend on: the name of their directory, and the sizes of the token files, the same on every disk."""
+    """What indices depend on: a directory name, and the token files' sizes, which must agree on every disk."""
 
     name: str
     sizes: dict[str, int]
@@ -44,7 +45,7 @@ class Key:
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank tells the others about its disk. `sizes`: a hash of the token files' sizes."""
+    """What a rank reports about its disk. `sizes`: a hash of the token files' sizes."""
 
     name: str = ""
     sizes: str = ""
@@ -53,7 +54,7 @@ class _Report:
 
 
 def cache_key(prefixes: Sequence[str], settings: Mapping[str, Any]) -> Key:
-    """The key of a build from token files and everything else that its indices depend on. `settings` must be JSON."""
+    """The key of indices of these token files; `settings`, JSON, is everything else that they depend on."""
     states = {str(path): path.stat() for prefix in prefixes for path in (idx_path(prefix), bin_path(prefix))}
     files = {path: [state.st_size, state.st_mtime_ns] for path, state in states.items()}
     description = json.dumps({"files": files, "settings": settings}, sort_keys=True)
@@ -64,83 +65,73 @@ def cache_key(prefixes: Sequence[str], settings: Mapping[str, Any]) -> Key:
 def build_cached(
     root: Path, key: Callable[[], Key], build: Callable[[Path], None], reads_data: bool = True
 ) -> Path | None:
-    """The directory in `root` that holds this key's indices; None on ranks that do not read data.
+    """The directory in `root` with this key's indices; None on ranks that do not read data. Collective over all ranks.
 
-    With torch.distributed initialized every rank must call this. Where the indices are missing, one rank of each disk
-    calls `build(directory)` while all the others wait; where they are there nothing is written. Raises IndexCacheError
-    on every rank when one of them cannot build, or when two disks have different token files.
+    If indices are missing, one rank per disk calls `build(directory)` while the others wait; otherwise nothing is
+    written. Raises IndexCacheError on every rank when one cannot build, or when disks have different token files.
     """
-    wanted = _wanted(key) if reads_data else None
-    mine = None
-    if wanted is not None:
-        mine = wanted if isinstance(wanted, _Report) else _report(root, wanted)
-    reports = _told(mine)
-    sizes = wanted.sizes if isinstance(wanted, Key) else None
+    wanted = mine = None
+    if reads_data:
+        try:
+            wanted = key()
+            sizes = hashlib.sha256(json.dumps(wanted.sizes, sort_keys=True).encode()).hexdigest()
+            mine = _Report(wanted.name, sizes, (root / wanted.name).is_dir())
+        except (OSError, BadInputError) as error:
+            # Reported, not raised: the others would wait forever.
+            mine = _Report(error=str(error))
+    reports = _exchange(mine)
     if len({report.sizes for report in reports if report is not None}) > 1:
-        raise IndexCacheError(_difference(_all_gather(sizes)))
+        raise IndexCacheError(_difference(all_gather(wanted.sizes if wanted is not None else None)))
     if all(report.is_ready for report in reports if report is not None):
         return root / mine.name if mine is not None else None
-    builders = _builders(root, reads_data)
+    builders = _builders(root, reads_data, len(reports))
     builder = builders[_rank()]
-    built = _told(_look_after(root, mine.name, build) if mine is not None and builder == _rank() else None)
+    built = _exchange(_build_missing(root, mine.name, build) if mine is not None and builder == _rank() else None)
     report = built[builder] if builder is not None else None
     return root / report.name if report is not None else None
 
 
-def _wanted(key: Callable[[], Key]) -> Key | _Report:
-    """The key, or what is wrong with the files: told, for the others would wait for a rank that is gone."""
-    try:
-        return key()
-    except (OSError, BadInputError) as error:
-        return _Report(error=str(error))
-
-
-def _report(root: Path, key: Key) -> _Report:
-    sizes = hashlib.sha256(json.dumps(key.sizes, sort_keys=True).encode()).hexdigest()
-    return _Report(key.name, sizes, (root / key.name).is_dir())
-
-
-def _told(report: _Report | None) -> list[_Report | None]:
+def _exchange(report: _Report | None) -> list[_Report | None]:
     """Every rank's report. Raises IndexCacheError on all of them when one has an error."""
-    reports: list[_Report | None] = _all_gather(report)
+    reports: list[_Report | None] = all_gather(report)
     for other in reports:
         if other is not None and other.error is not None:
             raise IndexCacheError(other.error)
     return reports
 
 
-def _builders(root: Path, reads_data: bool) -> list[int | None]:
-    """For each rank the lowest rank of those that see the same `root`; None for ranks that do not read data.
+def _builders(root: Path, reads_data: bool, num_ranks: int) -> list[int | None]:
+    """For each rank the lowest rank that sees the same `root`; None for ranks that do not read data.
 
-    Names of machines say nothing about disks, so files are asked: rank 0 leaves one, and who does not see it leaves
-    another. Raises IndexCacheError on every rank when one of them cannot write.
+    Host names say nothing about disks, so probe files are used: rank 0 creates one, and each rank that does not see it
+    creates another. Raises IndexCacheError on every rank when one cannot write.
     """
-    if _world_size() == 1:
+    if num_ranks == 1:
         return [0]
-    names: list[str | None] = [None] * _world_size()
+    names: list[str | None] = [None] * num_ranks
     left: list[Path] = []
     builder: int | None = None
     try:
         for first_round in (True, False):
             mine, error = None, None
             if reads_data and builder is None and (_rank() == 0 or not first_round):
-                mine, error = _leave_probe(root, left)
-            answers = _all_gather((mine, error))
+                mine, error = _create_probe(root, left)
+            answers = all_gather((mine, error))
             errors = [text for _, text in answers if text is not None]
             if errors:
                 raise IndexCacheError(errors[0])
             names = [old or new for old, (new, _) in zip(names, answers, strict=True)]
             if reads_data and builder is None:
                 builder = next((rank for rank, name in enumerate(names) if name and (root / name).exists()), None)
-        # Nobody takes a file away that another rank still looks for.
-        return _all_gather(builder)
+        # Gathered before probes are removed: another rank may still be looking for one.
+        return all_gather(builder)
     finally:
         for path in left:
             path.unlink(missing_ok=True)
 
 
-def _leave_probe(root: Path, left: list[Path]) -> tuple[str | None, str | None]:
-    """(name of a new file in `root`, None), or (None, why there is none)."""
+def _create_probe(root: Path, left: list[Path]) -> tuple[str | None, str | None]:
+    """(name of a new file in `root`, None), or (None, the reason why it could not be created)."""
     name = f".probe-{uuid.uuid4().hex}"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -151,15 +142,20 @@ def _leave_probe(root: Path, left: list[Path]) -> tuple[str | None, str | None]:
     return name, None
 
 
-def _look_after(root: Path, name: str, build: Callable[[Path], None]) -> _Report:
-    """Make sure that `root` has the indices. What goes wrong is told, as in `_wanted`."""
+def _build_missing(root: Path, name: str, build: Callable[[Path], None]) -> _Report:
+    """Build the indices in `root` if they are missing. Errors are reported, not raised."""
     final = root / name
     try:
         if not final.is_dir():
             _sweep(root)
             with _temporary_directory(root, name) as directory:
                 build(directory)
-                _publish(directory, final)
+                try:
+                    directory.rename(final)
+                except OSError:
+                    # Another job may have been faster; then its equal directory stays.
+                    if not final.is_dir():
+                        raise
     except OSError as error:
         return _Report(error=_not_writable(root, error))
     except (BadInputError, ValueError) as error:
@@ -177,26 +173,17 @@ def _temporary_directory(root: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _publish(directory: Path, final: Path) -> None:
-    """Give the whole directory its name; where another job was faster its equal directory stays."""
-    try:
-        directory.rename(final)
-    except OSError:
-        if not final.is_dir():
-            raise
-
-
 def _sweep(root: Path) -> None:
-    """Take away what builds that were killed left behind a week ago or longer."""
+    """Remove what killed builds left behind at least a week ago."""
     for directory in root.glob(f".*{INCOMPLETE}*"):
-        # Another job may finish, or sweep, at the same moment.
+        # Another job may finish or sweep at the same time.
         with suppress(FileNotFoundError):
-            if time.time() - directory.stat().st_mtime > LEFT_OVER_SECONDS:
+            if time.time() - directory.stat().st_mtime > STALE_SECONDS:
                 shutil.rmtree(directory, ignore_errors=True)
 
 
 def _difference(sizes: Sequence[dict[str, int] | None]) -> str:
-    """Where copies of the token files on several disks differ: ranks would read different samples."""
+    """How copies of the token files on several disks differ."""
     known = {rank: files for rank, files in enumerate(sizes) if files is not None}
     first = min(known)
     for rank, files in known.items():
@@ -212,21 +199,9 @@ def _difference(sizes: Sequence[dict[str, int] | None]) -> str:
 
 def _not_writable(root: Path, error: OSError) -> str:
     return (
-        f"sample indices cannot be kept in {root} on {socket.gethostname()}: {error}. Set data.data_cache_path to a "
-        f"directory that can be written"
+        f"cannot write sample indices to {root} on {socket.gethostname()}: {error}. Set data.data_cache_path to a "
+        f"writable directory"
     )
-
-
-def _all_gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * _world_size()
-    if _world_size() == 1:
-        return [value]
-    torch.distributed.all_gather_object(values, value)
-    return values
-
-
-def _world_size() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def _rank() -> int:

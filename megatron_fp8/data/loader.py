@@ -1,11 +1,10 @@
-"""Owns the way from samples to micro-batches on the device, for the ranks of one tensor-parallel group.
+"""Loads micro-batches onto the device, for the ranks of one tensor-parallel group.
 
-Rank 0 of the tensor-parallel group reads; the others get its global batch in one broadcast of packed int64. A
-rank in the middle of the pipeline reads and receives nothing. Must not know configs, models or schedules.
+Rank 0 of the tensor-parallel group reads; the others receive its share of the global batch in one broadcast of packed
+int64. Ranks in the middle of the pipeline neither read nor receive.
 
-Reading ahead is done by threads, not by worker processes: a sample is a slice of a memory-mapped file, so
-there is no Python work worth a process, and a process costs seconds of start-up, a copy of the imports, and a
-second hop for every byte.
+Threads prefetch, not worker processes: a sample is a slice of a memory-mapped file, so there is too little Python work
+for a process, which costs seconds of start-up, another import of everything, and a second copy of every byte.
 """
 
 from __future__ import annotations
@@ -26,38 +25,36 @@ from megatron_fp8.data.documents import DocumentRules, cumulative_lengths, docum
 from megatron_fp8.data.sampler import BatchSampler
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
-GLOBAL_BATCHES_AHEAD = 2
+PREFETCHED_GLOBAL_BATCHES = 2
 
 
 class SampleSource(Protocol):
-    """What a dataset must offer: `[s]` tensors `tokens`, `labels`, `loss_mask` (0 or 1), `position_ids`."""
+    """A dataset: samples are `[s]` tensors `tokens`, `labels`, `loss_mask` (0 or 1), `position_ids`."""
 
     def __getitem__(self, index: int) -> Mapping[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch on the device, every tensor `[b, s]`; `[b, 0]` on ranks that need no data."""
+    """One micro-batch on the device, tensors `[b, s]`; `[b, 0]` on ranks that need no data."""
 
     tokens: Tensor
     """int64."""
     labels: Tensor
-    """int64; the token after each of `tokens`."""
+    """int64; the token that follows each of `tokens`."""
     loss_mask: Tensor
     """float32; 0 where a token does not count."""
     position_ids: Tensor
     """int64."""
     cu_seqlens: Tensor | None = None
-    """int32 `[n + 1]`: where the n documents of all samples, one after another, begin and end, the last ones perhaps
-    empty. None: attention knows no documents."""
+    """int32 `[n + 1]`, `documents.cumulative_lengths` of `tokens`; None: attention crosses documents."""
 
 
 @dataclass(frozen=True)
 class _HostStep:
     """This rank's share of a global batch in host memory.
 
-    `packed`: int64 [fields, micro-batches, b, s]. `lengths`: `cu_seqlens` of every micro-batch, if attention knows
-    documents.
+    `packed`: int64 [fields, micro-batches, b, s]. `lengths`: `cu_seqlens` of every micro-batch, if used.
     """
 
     packed: Tensor
@@ -65,13 +62,12 @@ class _HostStep:
 
 
 class BatchLoader:
-    """Micro-batches of one rank, from `consumed_samples` on; a context manager that ends its threads.
+    """Micro-batches of one rank, after `consumed_samples`; a context manager that ends its threads.
 
-    `dataset`: None on ranks that do not read. `num_samples`: how many samples may be read in all; iterators
-    end before the global batch that would pass it. `tp_group`: the tensor-parallel group, None for one rank.
-    `needs_data`: False on ranks in the middle of the pipeline. `num_workers`: threads that read ahead; 0:
-    read when asked. `documents`: what happens at the end of a document; None: nothing. All ranks of a
-    tensor-parallel group must draw equally often.
+    `dataset`: None on ranks that do not read. `num_samples`: end of the samples; iterators end before a global batch
+    that would pass it. `tp_group`: the tensor-parallel group, None for one rank. `needs_data`: False on ranks in the
+    middle of the pipeline. `num_workers`: threads that prefetch; 0: read on demand. `documents`: what happens at the
+    end of a document; None: nothing. All ranks of a tensor-parallel group must draw the same number of steps.
     """
 
     def __init__(
@@ -89,7 +85,7 @@ class BatchLoader:
     ) -> None:
         self._is_reader = needs_data and (tp_group is None or tp_group.rank() == 0)
         if self._is_reader and dataset is None:
-            raise ValueError("this rank reads for its tensor-parallel group, but has no dataset")
+            raise ValueError("this rank reads for its tensor-parallel group but has no dataset")
         self._dataset = dataset
         self._sampler = sampler
         self._seq_length = seq_length
@@ -97,21 +93,19 @@ class BatchLoader:
         self._device = device
         self._tp_group = tp_group
         self._needs_data = needs_data
-        # Ends of documents after which positions restart, and at which attention is cut.
-        self._restart_after = documents.eod_id if documents is not None and documents.reset_position_ids else None
-        self._cut_after = documents.eod_id if documents is not None and documents.reset_attention_mask else None
+        # The end-of-document id after which positions restart, and that after which attention does.
+        self._reset_positions_after = documents.eod_id if documents and documents.reset_position_ids else None
+        self._reset_attention_after = documents.eod_id if documents and documents.reset_attention_mask else None
         self._start = consumed_samples
         self._drawn_steps = 0
         self._queues: list[deque[MicroBatch]] = []
         self._taken: list[int] = []
-        self._ahead: deque[Future[_HostStep]] = deque()
-        self._next_to_read = consumed_samples
-        self._pool = (
-            ThreadPoolExecutor(num_workers, thread_name_prefix="read-ahead")
-            if num_workers > 0 and self._is_reader
-            else None
-        )
-        self._read_ahead()
+        self._prefetched: deque[Future[_HostStep]] = deque()
+        self._next_sample = consumed_samples
+        self._pool: ThreadPoolExecutor | None = None
+        if num_workers > 0 and self._is_reader:
+            self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="prefetch")
+        self._prefetch()
 
     def __enter__(self) -> BatchLoader:
         return self
@@ -122,16 +116,16 @@ class BatchLoader:
         self.close()
 
     def close(self) -> None:
-        """End the threads; batches not yet handed out are dropped."""
+        """End the threads and drop prefetched batches."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
-        self._ahead.clear()
+        self._prefetched.clear()
 
     @property
     def consumed_samples(self) -> int:
-        """Where a resume goes on: samples of the steps (of all ranks) that every model chunk took wholly.
+        """Where a resume continues: after the steps whose micro-batches every model chunk has taken.
 
-        What was only read ahead does not count.
+        Prefetched batches do not count.
         """
         steps = min(self._taken, default=0) // self._sampler.num_micro_batches
         return self._start + steps * self._sampler.global_batch_size
@@ -139,11 +133,11 @@ class BatchLoader:
     def iterators(self, num_chunks: int = 1) -> list[Iterator[MicroBatch]]:
         """One iterator per model chunk of this rank (interleaved pipelines have several), for the whole run.
 
-        Each gives the same micro-batches in the same order; each is read once. May be called once. What
-        reading raises is raised here, with the reading thread's traceback.
+        Each gives the same micro-batches, which are read once. May be called once. Errors of reading are raised by the
+        iterators, with the reading thread's traceback.
         """
         if self._queues:
-            raise RuntimeError("the iterators of this loader were already given out")
+            raise RuntimeError("iterators() may be called only once")
         self._queues = [deque() for _ in range(num_chunks)]
         self._taken = [0] * num_chunks
         return [self._iterate(chunk) for chunk in range(num_chunks)]
@@ -153,7 +147,7 @@ class BatchLoader:
         while True:
             if not queue and not self._draw_step():
                 return
-            # Counted before it is handed out: whoever holds the last micro-batch has taken the step.
+            # Counted before it is yielded: whoever holds the last micro-batch has taken the step.
             self._taken[chunk] += 1
             yield queue.popleft()
 
@@ -179,58 +173,56 @@ class BatchLoader:
         if self._tp_group is not None and self._tp_group.size() > 1:
             torch.distributed.broadcast(packed, group=self._tp_group, group_src=0)
         tokens, labels, loss_mask, position_ids = packed
-        masks = loss_mask.float()
-        if self._cut_after is None:
-            return [MicroBatch(tokens[i], labels[i], masks[i], position_ids[i]) for i in range(num_micro_batches)]
-        # How many documents there are decides shapes, so it is the host's matter: who did not read them waits for
-        # the broadcast, once a step.
-        lengths = self._to_device(read.lengths if self._is_reader else self._document_lengths(tokens.cpu()))
-        return [
-            MicroBatch(tokens[i], labels[i], masks[i], position_ids[i], lengths[i]) for i in range(num_micro_batches)
-        ]
+        lengths: Sequence[Tensor | None] = [None] * num_micro_batches
+        if self._reset_attention_after is not None:
+            # The number of documents is a shape, which the host needs: ranks that do not read wait for the broadcast,
+            # once a step.
+            lengths = self._to_device(read.lengths if self._is_reader else self._document_lengths(tokens.cpu()))
+        fields = zip(tokens, labels, loss_mask.float(), position_ids, lengths, strict=True)
+        return [MicroBatch(*of_micro_batch) for of_micro_batch in fields]
 
     def _document_lengths(self, tokens: Tensor) -> list[Tensor]:
-        """`cu_seqlens` of the micro-batches in `tokens` `[micro-batches, b, s]`; empty where none are told apart."""
-        if self._cut_after is None:
+        """`cu_seqlens` of the micro-batches in `tokens` `[micro-batches, b, s]`; empty where attention is not reset."""
+        if self._reset_attention_after is None:
             return []
-        return [cumulative_lengths(samples, self._cut_after) for samples in tokens]
+        return [cumulative_lengths(samples, self._reset_attention_after) for samples in tokens]
 
     def _to_device(self, lengths: list[Tensor]) -> Sequence[Tensor]:
-        """The same on the device, by one copy that nobody waits for."""
+        """The same on the device, by one asynchronous copy."""
         joined = torch.cat(lengths).pin_memory()
-        return joined.to(self._device, non_blocking=True).split([len(each) for each in lengths])
+        return joined.to(self._device, non_blocking=True).split_with_sizes([len(each) for each in lengths])
 
     def _absent(self) -> list[MicroBatch]:
-        """Micro-batches without tokens: whoever reads them by mistake fails on their shape."""
+        """Micro-batches without tokens: reading them by mistake fails on their shape."""
         ids = torch.empty(self._sampler.micro_batch_size, 0, dtype=torch.int64, device=self._device)
         return [MicroBatch(ids, ids, ids.float(), ids)] * self._sampler.num_micro_batches
 
     def _next_read(self, step_start: int) -> _HostStep:
         if self._pool is None:
             return self._read_step(step_start)
-        step = self._ahead.popleft().result()
-        self._read_ahead()
+        step = self._prefetched.popleft().result()
+        self._prefetch()
         return step
 
-    def _read_ahead(self) -> None:
+    def _prefetch(self) -> None:
         if self._pool is None:
             return
         size = self._sampler.global_batch_size
-        while len(self._ahead) < GLOBAL_BATCHES_AHEAD and self._next_to_read + size <= self._num_samples:
-            self._ahead.append(self._pool.submit(self._read_step, self._next_to_read))
-            self._next_to_read += size
+        while len(self._prefetched) < PREFETCHED_GLOBAL_BATCHES and self._next_sample + size <= self._num_samples:
+            self._prefetched.append(self._pool.submit(self._read_step, self._next_sample))
+            self._next_sample += size
 
     def _read_step(self, step_start: int) -> _HostStep:
         assert self._dataset is not None
         shares = self._sampler.micro_batches(step_start)
         shape = (len(FIELDS), len(shares), self._sampler.micro_batch_size, self._seq_length)
-        packed = torch.empty(shape, dtype=torch.int64, pin_memory=self._device.type != "cpu")
+        packed = torch.empty(shape, dtype=torch.int64, pin_memory=True)
         for number, indices in enumerate(shares):
             for row, index in enumerate(indices):
                 sample = self._dataset[index]
                 for field, name in enumerate(FIELDS):
                     packed[field, number, row] = sample[name]
         tokens = packed[FIELDS.index("tokens")]
-        if self._restart_after is not None:
-            packed[FIELDS.index("position_ids")] = document_positions(tokens, self._restart_after)
+        if self._reset_positions_after is not None:
+            packed[FIELDS.index("position_ids")] = document_positions(tokens, self._reset_positions_after)
         return _HostStep(packed, self._document_lengths(tokens))

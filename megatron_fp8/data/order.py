@@ -1,28 +1,33 @@
-"""Owns the order of samples: which tokens the n-th sample of a token file holds, and which file of a blend comes n-th.
+"""The order of samples: which tokens the n-th sample of a token file holds, and which file of a blend comes n-th.
 
-An endless order that depends on the seed and on the files alone, of which a run takes as much as it needs: a longer run
-goes on where a shorter one would have ended. Megatron Core's own order is that of a fixed number of samples: it
-shuffles all epochs of a run together, so one step more reorders everything. Here each epoch is shuffled by itself, the
-first one exactly as Megatron Core does it.
+An endless order that depends only on the seed and the files, of which a run takes as much as it needs: a longer run
+continues where a shorter one would have ended. Megatron Core orders a fixed number of samples: it shuffles all epochs
+of a run together, so one more step reorders everything. Here each epoch is shuffled separately, the first exactly as
+in Megatron Core.
 
-An epoch is every document once, in the epoch's own order, put together to one stream of N tokens. The stream of all
-epochs is cut every s = `seq_length` tokens; a sample is s tokens and the one after them. A sample belongs to the epoch
-that it ends in, so e epochs have floor((e N - 1) / s) samples, and those of each are shuffled among themselves.
+An epoch is every document once, in the epoch's own order, concatenated to N tokens. The concatenation of all epochs is
+cut every s = `seq_length` tokens; a sample is s tokens and the one after them. A sample belongs to the epoch in which
+it ends, so e epochs have floor((e N - 1) / s) samples, and those of each epoch are shuffled.
 
-Imports no torch, knows no files.
+Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_fp8.data.blend import Blend
 from megatron_fp8.data.compiled_helpers import compiled_helpers
+from megatron_fp8.data.token_file import TokenIndex, read_index
+from megatron_fp8.errors import BadInputError
 
-MOST_BLENDED = 2**15 - 1
+MAX_BLENDED = 2**15 - 1
 
 
 @dataclass(frozen=True)
@@ -34,9 +39,9 @@ class Order:
     """
 
     document_index: NDArray[np.int32]
-    """Documents of the file in the order of the stream, `[num_epochs * num_documents]`."""
+    """Documents of the file in the order they are concatenated, `[num_epochs * num_documents]`."""
     sample_index: NDArray[np.integer]
-    """Where each cut lies: place in `document_index`, token of the document, `[num_samples + 1, 2]`."""
+    """Each cut: index into `document_index`, token of that document, `[num_samples + 1, 2]`."""
     shuffle_index: NDArray[np.integer]
     """The order of the cuts, `[num_samples]`."""
 
@@ -63,7 +68,7 @@ def file_order(
 ) -> Order:
     """The first `num_samples` samples (or more: epochs are whole) of a file whose documents have these lengths.
 
-    `documents`: those that are read. Raises ValueError where they hold fewer than two tokens: no sample ever comes.
+    `documents`: those that are read. Raises ValueError if they are empty: there would never be a sample.
     """
     read = np.arange(documents.start, documents.stop, dtype=np.int32)
     epoch_tokens = int(lengths_tokens[documents.start : documents.stop].sum(dtype=np.int64))
@@ -80,7 +85,7 @@ def file_order(
         shuffled[:] = read
         generator.shuffle(shuffled)
         ends = np.cumsum(lengths_tokens[shuffled], dtype=np.int64)
-        # The cuts that lie in this epoch: their tokens' places in it are below its number of tokens.
+        # The cuts inside this epoch.
         cuts = slice(-(-first_token // seq_length), min(-(-(first_token + epoch_tokens) // seq_length), total + 1))
         tokens = np.arange(cuts.start, cuts.stop, dtype=np.int64) * seq_length - first_token
         places = np.searchsorted(ends, tokens, side="right")
@@ -92,12 +97,12 @@ def file_order(
 
 
 def blend_order(weights: Sequence[float], num_samples: int) -> BlendOrder:
-    """The first `num_samples` samples of files with these weights, each time from the file that is furthest behind.
+    """The first `num_samples` samples of files with these weights, each from the file that is furthest behind.
 
     Megatron Core's compiled greedy choice, in which sample n does not depend on how many follow.
     """
-    if len(weights) > MOST_BLENDED:
-        raise ValueError(f"{len(weights)} token files in one blend; at most {MOST_BLENDED} have a number in the index")
+    if len(weights) > MAX_BLENDED:
+        raise ValueError(f"{len(weights)} token files in one blend; at most {MAX_BLENDED} are supported")
     normalized = np.array(weights, dtype=np.float64) / np.sum(np.array(weights, dtype=np.float64))
     file_of = np.zeros(num_samples, dtype=np.int16)
     sample_of = np.zeros(num_samples, dtype=np.int64)
@@ -106,11 +111,11 @@ def blend_order(weights: Sequence[float], num_samples: int) -> BlendOrder:
 
 
 def _epochs_for(num_samples: int, epoch_tokens: int, seq_length: int) -> int:
-    """The fewest whole epochs with `num_samples` samples; 0 for none."""
+    """The fewest whole epochs with `num_samples` samples."""
     if num_samples == 0:
         return 0
     if epoch_tokens < 1:
-        raise ValueError("no tokens to make samples of")
+        raise ValueError("the documents have no tokens")
     return -(-(num_samples * seq_length + 1) // epoch_tokens)
 
 
@@ -119,3 +124,79 @@ def _epoch_generator(seed: int, epoch: int) -> np.random.RandomState:
     if epoch == 0:
         return np.random.RandomState(seed)
     return np.random.RandomState(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
+
+
+@dataclass(frozen=True)
+class SplitOrder:
+    """The order of samples over all token files of a blend.
+
+    `files`: the order of each, None for one without samples. `blend`: None for a single file.
+    """
+
+    files: tuple[Order | None, ...]
+    blend: BlendOrder | None
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """(token file, its sample) of sample `number`."""
+        if self.blend is None:
+            return 0, number
+        return int(self.blend.file_of[number]), int(self.blend.sample_of[number])
+
+
+def tokens_read(blend: Blend, index: TokenIndex) -> int:
+    """Tokens of a file's documents that the blend reads."""
+    documents = blend.documents(len(index.lengths_tokens))
+    return int(index.lengths_tokens[documents.start : documents.stop].sum(dtype=np.int64))
+
+
+def build_order(blend: Blend, seq_length: int, seed: int, num_samples: int) -> SplitOrder:
+    """The order of the first `num_samples` samples of a blend's files. Raises TokenFileError for a corrupt index."""
+    indices = [read_index(prefix) for prefix in blend.prefixes]
+    blended = None
+    if len(indices) > 1:
+        blended = blend_order(blend.weights or [tokens_read(blend, index) for index in indices], num_samples)
+    files = []
+    for number, index in enumerate(indices):
+        drawn = num_samples if blended is None else blended.num_samples_of(number)
+        lengths = index.lengths_tokens
+        documents = blend.documents(len(lengths))
+        files.append(file_order(lengths, documents, seq_length, seed, drawn) if drawn else None)
+    return SplitOrder(tuple(files), blended)
+
+
+def save_order(order: SplitOrder, directory: Path, name: str) -> None:
+    """Write the order as `.npy` files whose names begin with `name`."""
+    if order.blend is not None:
+        np.save(directory / f"{name}-file.npy", order.blend.file_of)
+        np.save(directory / f"{name}-sample.npy", order.blend.sample_of)
+    for number, file in enumerate(order.files):
+        if file is not None:
+            np.save(directory / f"{name}-{number}-documents.npy", file.document_index)
+            np.save(directory / f"{name}-{number}-samples.npy", file.sample_index)
+            np.save(directory / f"{name}-{number}-shuffle.npy", file.shuffle_index)
+
+
+def load_order(directory: Path, name: str, num_files: int) -> SplitOrder:
+    """What `save_order` wrote, memory-mapped. Raises BadInputError for a missing or corrupt file."""
+    blend = None
+    if num_files > 1:
+        blend = BlendOrder(_load(directory / f"{name}-file.npy"), _load(directory / f"{name}-sample.npy"))
+    return SplitOrder(tuple(_load_file(directory, f"{name}-{number}") for number in range(num_files)), blend)
+
+
+def _load_file(directory: Path, name: str) -> Order | None:
+    paths = [directory / f"{name}-{part}.npy" for part in ("documents", "samples", "shuffle")]
+    if not paths[0].is_file():
+        return None
+    return Order(*(_load(path) for path in paths))
+
+
+def _load(path: Path) -> NDArray[Any]:
+    # Not `np.load`, which also reads archives.
+    open_array: Callable[..., NDArray[Any]] = np.lib.format.open_memmap
+    try:
+        return open_array(path, mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise BadInputError(
+            f"{path} cannot be read: {error}. Remove the directory {path.parent}; the next start rebuilds it"
+        ) from error

@@ -1,9 +1,9 @@
-"""Owns which samples a data-parallel rank reads when: arithmetic on numbers of samples, nothing else.
+"""Which samples a data-parallel rank reads in each step.
 
-A dataset already comes in the seed's shuffled order, so global batch k is the next `global_batch_size`
-samples after those consumed. Only `consumed_samples` and `global_batch_size` decide what a global batch
-holds; layout and micro-batch size only divide it. A resume at another data-parallel size, or with another
-micro-batch size, therefore goes on with the very next sample. Imports no torch.
+A dataset is already in the seed's shuffled order, so a global batch is the next `global_batch_size` samples after
+those consumed. Only `consumed_samples` and `global_batch_size` decide what a global batch holds; layout and
+micro-batch size only divide it. A resume with another data-parallel size or micro-batch size therefore continues with
+the very next sample. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BatchSampler:
-    """One data-parallel rank's share of each global batch. Raises ValueError for sizes that do not divide."""
+    """One data-parallel rank's share of each global batch. Raises ValueError for sizes that are not divisible."""
 
     micro_batch_size: int
     """Samples of this rank in one forward/backward pass."""
@@ -24,7 +24,7 @@ class BatchSampler:
 
     def __post_init__(self) -> None:
         if not 0 <= self.dp_rank < self.dp_size:
-            raise ValueError(f"dp_rank {self.dp_rank} is not below dp_size {self.dp_size}")
+            raise ValueError(f"dp_rank {self.dp_rank} must be from 0 to dp_size - 1 = {self.dp_size - 1}")
         if min(self.micro_batch_size, self.global_batch_size) < 1:
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size} and global_batch_size {self.global_batch_size} "
@@ -32,7 +32,7 @@ class BatchSampler:
             )
         if self.global_batch_size % (self.micro_batch_size * self.dp_size):
             raise ValueError(
-                f"global_batch_size {self.global_batch_size} is no multiple of micro_batch_size "
+                f"global_batch_size {self.global_batch_size} is not divisible by micro_batch_size "
                 f"{self.micro_batch_size} x dp_size {self.dp_size}"
             )
 

@@ -1,14 +1,11 @@
-"""Owns text to token ids and back, for every kind of tokenizer (`vocab/`), and which kind a file is.
-
-Imports no torch, knows nothing of files of tokens.
-"""
+"""Loads tokenizers of every kind (`vocab/`), from text to token ids and back. Imports no torch."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,14 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fp8.config.paths import why_refused, why_unreadable
-from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, TYPE, Backend, FlatIds, TokenizerError
-from megatron_fp8.data.vocab.byte_level import ByteLevel
-from megatron_fp8.data.vocab.hugging_face import HuggingFace, train_byte_level_bpe
+from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, TYPE, Backend, ByteLevel, TokenizerError
+from megatron_fp8.data.vocab.hugging_face import HuggingFace
 
 if TYPE_CHECKING:
     from megatron_fp8.config.schema import DataConfig
 
-__all__ = ["END_OF_DOCUMENT", "TOKENIZER_TYPES", "Tokenizer", "TokenizerError", "train_bpe"]
+__all__ = ["END_OF_DOCUMENT", "TOKENIZER_TYPES", "Tokenizer", "TokenizerError"]
 
 AUTO = "auto"
 HUGGING_FACE = "HuggingFaceTokenizer"
@@ -31,17 +27,17 @@ SENTENCE_PIECE = "SentencePieceTokenizer"
 TIKTOKEN = "TikTokenizer"
 BYTE_LEVEL = "ByteLevelTokenizer"
 TOKENIZER_TYPES = (AUTO, HUGGING_FACE, SENTENCE_PIECE, TIKTOKEN, BYTE_LEVEL)
-# In a folder, the first of these that is there.
+# What is loaded from a folder: the first of these that exists.
 _FILES_OF_FOLDER = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
 _START_BYTES = 4096
-_READABLE = "name a file that can be read"
+_READABLE = "name a readable file"
 
 
 class Tokenizer:
     """A loaded tokenizer of any kind.
 
-    `<|endoftext|>`, or whatever ends documents, is inside a text what its letters are: only code that joins
-    documents writes `eod_id`, so a document cannot end itself.
+    Inside a text `<|endoftext|>`, or whatever token ends documents, is encoded as its letters: only code that
+    concatenates documents writes `eod_id`, so a document cannot end itself.
     """
 
     def __init__(self, backend: Backend, tokenizer_type: str, path: str | None) -> None:
@@ -49,9 +45,8 @@ class Tokenizer:
         self.tokenizer_type = tokenizer_type
         self.path = path
         self.eod_id = backend.eod_id
-        # Not the number of tokens: a vocabulary may have holes, and its largest id needs an embedding row.
+        # Largest id + 1, not the number of tokens: the largest id needs an embedding row.
         self.vocab_size = backend.vocab_size
-        self.cuts = backend.cuts
 
     @classmethod
     def load(
@@ -61,21 +56,21 @@ class Tokenizer:
         eod_token: str | None = None,
         tiktoken_pattern: str | None = None,
     ) -> Tokenizer:
-        """The tokenizer in the file, or folder with one, at `path`; the arguments are the data keys of their names.
+        """The tokenizer in the file, or folder with one, at `path`; arguments as the data keys of their names.
 
-        Raises TokenizerError for a missing, foreign or broken file, and where nothing ends documents.
+        Raises TokenizerError for a missing, foreign or corrupt file, and one without an end-of-document token.
         """
         if tokenizer_type not in TOKENIZER_TYPES:
             raise TokenizerError(
-                f"there is no tokenizer type {tokenizer_type}", f"use {', '.join(TOKENIZER_TYPES)}", TYPE
+                f"unknown tokenizer type {tokenizer_type}", f"use one of {', '.join(TOKENIZER_TYPES)}", TYPE
             )
         if tokenizer_type == BYTE_LEVEL:
             if path is not None:
-                raise TokenizerError(f"{BYTE_LEVEL} needs no file", "leave the tokenizer model out")
+                raise TokenizerError(f"{BYTE_LEVEL} takes no file", "leave the tokenizer model out")
             return cls(ByteLevel(eod_token or END_OF_DOCUMENT), BYTE_LEVEL, None)
         if path is None:
             raise TokenizerError(
-                "there is no file", f"name one, or use data.tokenizer_type {BYTE_LEVEL}, which needs none"
+                "no tokenizer file is given", f"name one, or use data.tokenizer_type {BYTE_LEVEL}, which needs none"
             )
         try:
             return cls._of_file(tokenizer_file(path), tokenizer_type, eod_token, tiktoken_pattern)
@@ -94,7 +89,7 @@ class Tokenizer:
         if kind == HUGGING_FACE:
             backend = HuggingFace(file, eod_token)
         elif kind == SENTENCE_PIECE:
-            # Imported where they are wanted: every encoding process would load the libraries of all kinds.
+            # Imported on demand: otherwise every encoding process would load the libraries of all kinds.
             from megatron_fp8.data.vocab.sentence_piece import SentencePiece
 
             backend = SentencePiece(file, eod_token)
@@ -111,15 +106,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without an end-of-document token."""
-        ids: list[int] = self._backend.encode([text]).ids.tolist()
+        ids: list[int] = self._backend.encode([text])[0].tolist()
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Token ids of each text, [num_tokens], of any integer dtype."""
-        return self.encode_flat(texts).split()
-
-    def encode_flat(self, texts: Sequence[str]) -> FlatIds:
-        """Token ids of all texts, one text after another."""
         return self._backend.encode(texts)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -128,7 +119,7 @@ class Tokenizer:
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """The file that `path` names, or that is in the folder it names. Raises TokenizerError."""
+    """The file at `path`, or the tokenizer file in the folder at `path`. Raises TokenizerError."""
     place = Path(path)
     if place.is_dir():
         for pattern in _FILES_OF_FOLDER:
@@ -136,7 +127,7 @@ def tokenizer_file(path: str | Path) -> Path:
                 return file
         raise TokenizerError(
             f"{path} is a directory without {', '.join(_FILES_OF_FOLDER)}",
-            "name a tokenizer's file (transformers' AutoTokenizer saves a tokenizer.json)",
+            "name a tokenizer file (transformers' AutoTokenizer.save_pretrained writes a tokenizer.json)",
         )
     if not place.is_file():
         raise TokenizerError(f"{path} does not exist", "name an existing tokenizer.json, .model or .tiktoken file")
@@ -144,25 +135,19 @@ def tokenizer_file(path: str | Path) -> Path:
 
 
 def _kind_of(file: Path) -> str:
-    """By what the file starts with: a `.model` may be of ranks too."""
+    """The kind, by the first bytes: a `.model` file may also hold ranks."""
     with file.open("rb") as stream:
         start = stream.read(_START_BYTES)
-    # The first field of a SentencePiece model, a message in protobuf: a piece.
+    # A SentencePiece model is a protobuf message whose first field is a piece.
     if start[:1] == b"\n" and file.suffix != ".json":
         return SENTENCE_PIECE
     return TIKTOKEN if _looks_like_ranks(start) else HUGGING_FACE
 
 
 def _looks_like_ranks(start: bytes) -> bool:
-    """Whether the first line is a token in base64 and a number."""
+    """Whether the first line is a base64 token and a number."""
     parts = start.partition(b"\n")[0].split()
     try:
         return len(parts) == 2 and parts[1].isdigit() and bool(base64.b64decode(parts[0], validate=True))
     except binascii.Error:
         return False
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer:
-    """Train a byte-level BPE on `texts`, write it to `path`, return it (`vocab.hugging_face.train_byte_level_bpe`)."""
-    train_byte_level_bpe(texts, vocab_size, Path(path))
-    return Tokenizer.load(path)

@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from megatron_fp8.config.load import process_environment
-from megatron_fp8.config.rules_logging import missing_login
+from megatron_fp8.config.rules_run import missing_login
 from megatron_fp8.doctor.finding import Finding, Status, Surroundings
 from megatron_fp8.report.code_version import code_version, describe_code
 

@@ -1,1 +1,1 @@
-"""Measures models in checkpoints: losses of token files, and tasks of lm-eval."""
+"""Evaluates the model of a checkpoint: its loss on token files, and tasks of lm-eval."""

@@ -1,7 +1,4 @@
-"""Owns the loss of a loaded model over whole token files: which rank reads what, and the sums over all of them.
-
-Must not know where files or checkpoints were named, or how results are shown.
-"""
+"""Measures the loss of a loaded model over whole token files, shared by all ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed
 
@@ -17,22 +15,21 @@ from megatron_fp8.data.documents import DocumentRules, document_rules
 from megatron_fp8.data.loader import BatchLoader
 from megatron_fp8.data.sampler import BatchSampler
 from megatron_fp8.data.tokenizer import Tokenizer
-from megatron_fp8.data.whole_file import WholeFile
+from megatron_fp8.data.validation import WholeFile
 from megatron_fp8.evaluate.files import EvaluationFile
-from megatron_fp8.evaluate.text_bytes import num_text_bytes
-from megatron_fp8.train.loaded_model import LoadedModel
+from megatron_fp8.generate.loaded_model import LoadedModel
 from megatron_fp8.train.step import LossSum
 
 OnWindows = Callable[[str, int, int], None]
-"""Called as a measurement goes on: name of the file, its windows, how many of them are done."""
+"""Progress: name of the file, its number of windows, how many of them are done."""
 
 
 @dataclass(frozen=True)
 class FileLoss:
-    """What a model makes of a file, or of several: sum of the losses in nats of so many tokens.
+    """A model's loss on one file or several: the sum over tokens, in nats.
 
-    `num_windows`: samples that were read. `num_bytes`: of the UTF-8 text that the tokens stand for, ends of documents
-    having none; None: not known.
+    `num_windows`: samples that were read. `num_bytes`: UTF-8 bytes of the tokens' text, without end-of-document tokens;
+    None: unknown.
     """
 
     name: str
@@ -48,17 +45,17 @@ class FileLoss:
 
     @property
     def perplexity(self) -> float:
-        """exp of the loss; infinity where that is no number of FP64."""
+        """exp of the loss; infinity where FP64 overflows."""
         return math.exp(self.loss) if self.loss < 700 or math.isnan(self.loss) else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte of text, which models with different tokenizers can be compared by."""
+        """Bits per byte of text, which is comparable between tokenizers."""
         return self.loss_sum / (math.log(2) * self.num_bytes) if self.num_bytes else None
 
     @classmethod
     def total(cls, parts: Sequence[FileLoss]) -> FileLoss:
-        """All tokens of all files, each counted once."""
+        """The sum over files."""
         num_bytes = [part.num_bytes for part in parts if part.num_bytes is not None]
         return cls(
             "total",
@@ -76,9 +73,9 @@ def measure_files(
     num_windows: int | None = None,
     on_windows: OnWindows | None = None,
 ) -> Iterator[FileLoss]:
-    """The loss of each file in turn, the same on every rank but for the bytes, which rank 0 counts; collective.
+    """Yield the loss of each file; collective. Every rank gets the same, but only rank 0 counts bytes.
 
-    `num_windows`: of each file, evenly spaced; None: the whole file.
+    `num_windows`: of each file, evenly spaced; None: all.
     """
     seq_length = model.config.model.seq_length
     for file in files:
@@ -98,7 +95,7 @@ def measure_files(
         loss_sum, num_tokens = sums.tolist()
         expected = text.num_counted
         if num_tokens != expected:
-            raise RuntimeError(f"{file.prefix}: {num_tokens:g} tokens were counted, there are {expected}")
+            raise RuntimeError(f"{file.prefix}: {num_tokens:g} tokens were counted instead of {expected}")
         num_bytes = num_text_bytes(text, tokenizer) if model.groups.rank == 0 else None
         yield FileLoss(file.name, len(text), expected, loss_sum, num_bytes)
 
@@ -131,3 +128,18 @@ def _losses(
             if on_windows is not None:
                 on_windows(min(number * training.global_batch_size, len(text)))
     return losses
+
+
+def num_text_bytes(file: WholeFile, tokenizer: Tokenizer) -> int | None:
+    """UTF-8 bytes of the documents' text, without end-of-document tokens; None unless all windows are read.
+
+    Documents are decoded whole: a token may be part of a character.
+    """
+    if file.num_counted < file.num_tokens:
+        return None
+    total = 0
+    for document in file.each_document():
+        for part in np.split(document, np.flatnonzero(document == tokenizer.eod_id)):
+            ids = part[part != tokenizer.eod_id].tolist()
+            total += len(tokenizer.decode(ids).encode("utf-8", "surrogatepass")) if ids else 0
+    return total

@@ -1,4 +1,4 @@
-"""Owns which token files a checkpoint is evaluated on, and that they belong to its model. Imports no torch."""
+"""Chooses the token files and the tokenizer for evaluating a checkpoint, and validates them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from pathlib import Path
 from megatron_fp8.checkpoint.saved_model import SavedModel
 from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.schema import Config
-from megatron_fp8.data.blend import Blend
-from megatron_fp8.data.inspect import check_token_file
-from megatron_fp8.data.set_names import dataset_names
-from megatron_fp8.data.splits import DataKeyError, valid_blend
+from megatron_fp8.data.blend import Blend, DataKeyError, dataset_names, valid_blend
 from megatron_fp8.data.token_file import read_index
 from megatron_fp8.data.tokenizer import Tokenizer, TokenizerError
+from megatron_fp8.data.validate_tokens import check_token_file
 from megatron_fp8.errors import BadInputError
 
 
 @dataclass(frozen=True)
 class EvaluationFile:
-    """A token file, its name among all, and which of its documents are read."""
+    """A token file, its unique name, and the documents to read."""
 
     name: str
     prefix: str
@@ -28,27 +26,27 @@ class EvaluationFile:
 
 
 def model_tokenizer(saved: SavedModel, given: Path | None) -> Tokenizer:
-    """The tokenizer `given` with `--tokenizer`, or that of the run. Raises BadInputError with what is wrong."""
+    """The tokenizer `given` with `--tokenizer`, or the run's. Raises BadInputError."""
     data = saved.config.data
     if given is not None:
         data = data.model_copy(update={"tokenizer_model": str(given)})
     try:
         tokenizer = Tokenizer.of(data)
     except TokenizerError as error:
-        use = "" if given is not None else ", or name the run's tokenizer with --tokenizer FILE"
+        use = "" if given is not None else ", or use --tokenizer FILE"
         raise BadInputError(f"the tokenizer cannot be used: {error}{use}") from error
     if tokenizer.vocab_size > saved.vocab_size:
         raise BadInputError(
-            f"{tokenizer.path} has {tokenizer.vocab_size} tokens, the model knows {saved.vocab_size}: it is another "
-            "model's tokenizer. Name the right one with --tokenizer FILE"
+            f"{tokenizer.path} has {tokenizer.vocab_size} tokens, but the model has {saved.vocab_size}: it belongs to "
+            "another model. Use the right one with --tokenizer FILE"
         )
     return tokenizer
 
 
 def evaluation_files(saved: SavedModel, prefixes: Sequence[str]) -> list[EvaluationFile]:
-    """The files at `prefixes`, or without any the run's own validation files.
+    """The files at `prefixes`; without any, the run's validation files.
 
-    Raises ConfigError with every mistake in them, BadInputError where there are no files.
+    Raises ConfigError with every mistake in them, BadInputError if there are no files.
     """
     chosen, key = list(prefixes), "--data"
     share = None
@@ -57,7 +55,7 @@ def evaluation_files(saved: SavedModel, prefixes: Sequence[str]) -> list[Evaluat
         chosen, share, key = list(blend.prefixes), blend, "data.valid_data_path"
     chosen = [prefix.removesuffix(".bin").removesuffix(".idx") for prefix in chosen]
     twice = sorted({prefix for prefix in chosen if chosen.count(prefix) > 1})
-    problems = [Problem(key, prefix, "it is named more than once", "name each prefix once") for prefix in twice]
+    problems = [Problem(key, prefix, "duplicate prefix", "each prefix once") for prefix in twice]
     for prefix in dict.fromkeys(chosen):
         problems += check_token_file(prefix, saved.vocab_size, key)
     if problems:
@@ -73,7 +71,7 @@ def evaluation_files(saved: SavedModel, prefixes: Sequence[str]) -> list[Evaluat
 def _own_validation(config: Config) -> Blend:
     data = config.data
     if not (data.valid_data_path or data.data_path):
-        raise BadInputError("the checkpoint's run had no validation files: name token files with --data PREFIX ...")
+        raise BadInputError("the checkpoint's run has no validation files: use --data PREFIX ...")
     try:
         return valid_blend(data)
     except DataKeyError as error:

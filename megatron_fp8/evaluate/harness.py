@@ -1,6 +1,6 @@
-"""Owns what EleutherAI's lm-eval sees of a loaded model: log-probabilities of continuations and texts, and generation.
+"""Adapts a loaded model to EleutherAI's lm-eval: log-probabilities of continuations and texts, and generation.
 
-Every rank runs the harness over the same requests and gets the same answers; the ranks share the work below it.
+Every rank runs the harness over the same requests and gets the same answers; the ranks share the forward passes.
 Imports lm-eval, which is an optional dependency.
 """
 
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-import torch.distributed
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
@@ -20,14 +19,15 @@ from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.evaluate.scoring import Request, Scorer
 from megatron_fp8.generate.generation import Limits, generate
+from megatron_fp8.generate.loaded_model import LoadedModel
 from megatron_fp8.generate.sampling import Sampling
-from megatron_fp8.train.loaded_model import LoadedModel
+from megatron_fp8.parallel.object_collectives import all_gather
 
 _IGNORED_WHEN_GREEDY = {"temperature", "top_k", "top_p"}
 
 
 class HarnessModel(TemplateLM):
-    """A checkpoint's model as lm-eval asks it. Texts begin after an end-of-document token, as in training."""
+    """A checkpoint's model as an lm-eval model. Texts follow an end-of-document token, as in training."""
 
     def __init__(self, model: LoadedModel, tokenizer: Tokenizer, batch_size: int, seed: int = 1234) -> None:
         super().__init__()
@@ -39,21 +39,21 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a document."""
+        """The end-of-document token."""
         return self._text.eod_id
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model reads at most."""
+        """The longest input in tokens."""
         return self._loaded.num_positions
 
     @property
     def tokenizer_name(self) -> str:
-        """What lm-eval tells its caches of requests apart by."""
+        """Key of lm-eval's request caches."""
         return str(self._text.path).replace("/", "__")
 
     def tok_encode(self, string: str, **options: Any) -> list[int]:  # noqa: ARG002
-        """Tokens of a text; there are no special ones to add."""
+        """Tokens of a text, without special tokens."""
         return self._text.encode(string)
 
     def _loglikelihood_tokens(
@@ -61,13 +61,13 @@ class HarnessModel(TemplateLM):
         requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
         **options: Any,  # noqa: ARG002
     ) -> list[tuple[float, bool]]:
-        """(log-probability, whether greedy) of continuations given contexts, which lose tokens on the left if long."""
+        """(log-probability, whether greedy) of continuations given contexts, which are truncated on the left."""
         asked = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise BadInputError(
-                    f"a continuation has {len(continuation)} tokens, and the model reads {self.max_length}: leave the "
-                    "task out"
+                    f"a continuation has {len(continuation)} tokens, but the model reads at most {self.max_length}: "
+                    "leave the task out"
                 )
             asked.append(Request((context + continuation)[-(self.max_length + 1) :], len(continuation)))
         answers = [(score.log_probability, score.is_greedy) for score in self._scorer.score(asked)]
@@ -76,7 +76,7 @@ class HarnessModel(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], **options: Any) -> list[float]:  # noqa: ARG002
-        """Log-probability of whole texts, in windows of the model's length that do not overlap but in the last."""
+        """Log-probability of whole texts, in windows of the model's length; only the last one overlaps."""
         asked: list[Request] = []
         counts = []
         for request in requests:
@@ -85,7 +85,7 @@ class HarnessModel(TemplateLM):
                     self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
                 )
             )
-            # Of a window's inputs all but the first are labels too, or the context of the last window.
+            # All inputs of a window but the first are also labels, or the context of the last window.
             asked += [Request([*given, predicted[-1]], len(predicted)) for given, predicted in windows]
             counts.append(len(windows))
         scores = iter(self._scorer.score(asked))
@@ -95,10 +95,10 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], **options: Any) -> list[str]:  # noqa: ARG002
-        """What the model writes after each context, up to the first stop text; data-parallel ranks share the work."""
+        """Continuations of the contexts, up to the first stop string; data-parallel ranks share the work."""
         groups = self._loaded.groups
         if groups.pp.size() > 1:
-            raise BadInputError("tasks that write text need the whole model: use --pipeline-model-parallel-size 1")
+            raise BadInputError("tasks that generate text need --pipeline-model-parallel-size 1")
         order = sorted(range(len(requests)), key=lambda index: (repr(requests[index].args[1]), index))
         mine = order[groups.dp.rank() :: groups.dp.size()]
         written: dict[int, str] = {}
@@ -108,15 +108,13 @@ class HarnessModel(TemplateLM):
                 chosen = indices[first : first + self._batch_size]
                 texts = self._generate([requests[index].args[0] for index in chosen], requests[chosen[0]].args[1])
                 written.update(zip(chosen, texts, strict=True))
-        shares: list[dict[int, str]] = [{} for _ in range(groups.world_size)]
-        torch.distributed.all_gather_object(shares, written)
-        every = {index: text for share in shares for index, text in share.items()}
+        every = {index: text for share in all_gather(written) for index, text in share.items()}
         for index, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, every[index])
         return [every[index] for index in range(len(requests))]
 
     def _generate(self, contexts: Sequence[str], settings: dict[str, Any]) -> list[str]:
-        """Continuations of a few contexts under the same settings."""
+        """Continuations of a batch of contexts with the same settings."""
         wanted: dict[str, Any] = dict(normalize_gen_kwargs(settings))
         until, limit = wanted.pop("until"), wanted.pop("max_gen_toks")
         room = self.max_length - limit
@@ -134,13 +132,13 @@ class HarnessModel(TemplateLM):
 
 
 def sampling_of(settings: dict[str, Any]) -> Sampling:
-    """How tokens are chosen. Raises BadInputError for what is not known here."""
+    """The sampling settings. Raises BadInputError for unknown ones."""
     settings = {name: value for name, value in settings.items() if value is not None}
     sampled = bool(settings.pop("do_sample", False))
     unknown = sorted(set(settings) - _IGNORED_WHEN_GREEDY)
     if unknown:
         raise BadInputError(
-            f"the task generates with {', '.join(unknown)}, which this model does not know; it knows do_sample, "
+            f"the task generates with {', '.join(unknown)}, which is not supported; supported are do_sample, "
             f"{', '.join(sorted(_IGNORED_WHEN_GREEDY))}, until and max_gen_toks"
         )
     if not sampled:

@@ -1,6 +1,6 @@
-"""Owns log-probabilities of given continuations under a loaded model: batches of alike lengths, shared by the ranks.
+"""Scores continuations by their log-probability under a loaded model, in batches of similar length.
 
-Works on any layout: data-parallel ranks share the batches, and every rank gets all results. Must not know text.
+Works on any layout: data-parallel ranks share the batches, and every rank gets all results.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_fp8.config.layout import round_up
 from megatron_fp8.config.rules_precision_shapes import fp8_token_multiple
-from megatron_fp8.train.loaded_model import LoadedModel
+from megatron_fp8.generate.loaded_model import LoadedModel
+from megatron_fp8.parallel.object_collectives import all_gather
 
-# Fewer different lengths are fewer choices of kernels; what fills up comes after all tokens, which do not look ahead.
+# Fewer lengths need fewer kernels. Padding comes after all tokens, which attend only to earlier ones.
 _LENGTH_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens of which the last `num_scored` are asked about; at least one comes before these."""
+    """Tokens of which the last `num_scored` are scored; at least one comes before these."""
 
     tokens: Sequence[int]
     num_scored: int
@@ -33,7 +35,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Score:
-    """Sum of the log-probabilities, in nats, of the tokens asked about; whether each was the most likely one."""
+    """Sum of the scored tokens' log-probabilities in nats; whether each was the most likely one."""
 
     log_probability: float
     is_greedy: bool
@@ -41,7 +43,7 @@ class Score:
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """`tokens`, `labels`, `mask` `[b, s]`; `mask` true where a label is asked about."""
+    """`tokens`, `labels`, `mask` `[b, s]`; `mask` is true where a label is scored."""
 
     tokens: Tensor
     labels: Tensor
@@ -60,12 +62,12 @@ class Scorer:
         self._multiple = fp8_token_multiple(precision.fp8_recipe) if precision.mode == "fp8" else 1
 
     def score(self, requests: Sequence[Request], on_done: Callable[[int], None] | None = None) -> list[Score]:
-        """The score of each request, on every rank; every rank asks for the same. `on_done` gets how many are done."""
+        """The score of each request, on every rank; collective. `on_done` is called with the number of done ones."""
         longest = self._model.num_positions + 1
         wrong = [r for r in requests if not 0 <= r.num_scored < len(r.tokens) <= longest]
         if wrong:
-            raise ValueError(f"{len(wrong)} requests have no token before those asked about, or more than {longest}")
-        # Long ones first: what does not fit into memory shows at once.
+            raise ValueError(f"{len(wrong)} requests have no token before the scored ones, or more than {longest}")
+        # Longest first: running out of memory shows at once.
         order = sorted(range(len(requests)), key=lambda index: (-len(requests[index].tokens), index))
         dp = self._model.groups.dp
         step = self._rows * self._num_micro_batches * dp.size()
@@ -78,23 +80,18 @@ class Scorer:
             found += [(index, *result) for index, result in zip(mine, results, strict=False)]
             if on_done is not None:
                 on_done(first + len(chosen))
-        return self._everywhere(found, len(requests))
-
-    def _everywhere(self, found: list[tuple[int, float, bool]], number: int) -> list[Score]:
-        shares: list[list[tuple[int, float, bool]]] = [[] for _ in range(self._model.groups.world_size)]
-        torch.distributed.all_gather_object(shares, found)
-        scores = {index: Score(total, greedy) for share in shares for index, total, greedy in share}
-        return [scores[index] for index in range(number)]
+        scores = {index: Score(total, greedy) for share in all_gather(found) for index, total, greedy in share}
+        return [scores[index] for index in range(len(requests))]
 
     def _length(self, longest: int) -> int:
-        """Tokens that the samples of a pass are filled up to."""
+        """The length that the samples of a pass are padded to."""
         multiple = _LENGTH_MULTIPLE
         while self._rows * multiple % self._multiple:
             multiple += _LENGTH_MULTIPLE
-        return min(-(-longest // multiple) * multiple, self._model.num_positions)
+        return min(round_up(longest, multiple), self._model.num_positions)
 
     def _run(self, requests: Sequence[Request], length: int) -> list[tuple[float, bool]]:
-        """(sum of log-probabilities, all the most likely) of each request on the ranks that report; elsewhere none."""
+        """(sum of log-probabilities, greedy) of each request on ranks that report the loss; elsewhere nothing."""
         model = self._model
         batches = list(self._micro_batches(requests, length))
         with model.precision.evaluation():
@@ -115,7 +112,7 @@ class Scorer:
         return list(zip(totals, greedy, strict=True))[: len(requests)]
 
     def _micro_batches(self, requests: Sequence[Request], length: int) -> Iterator[_MicroBatch]:
-        """The requests in so many micro-batches as every pass has; rows without a request ask for nothing."""
+        """The requests in the micro-batches of a pass; rows without a request score nothing."""
         shape = (self._num_micro_batches * self._rows, length)
         tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
         mask = torch.zeros(shape, dtype=torch.bool)
@@ -126,21 +123,21 @@ class Scorer:
             labels[row, :end] = text[1:]
             mask[row, end - request.num_scored : end] = True
         device = self._model.device.torch_device
-        for rows in zip(tokens.split(self._rows), labels.split(self._rows), mask.split(self._rows), strict=True):
+        for rows in zip(*(torch.split(part, self._rows) for part in (tokens, labels, mask)), strict=True):
             yield _MicroBatch(*(part.to(device) for part in rows))
 
 
 def _forward_step(
     tp: ProcessGroup, iterator: Iterator[_MicroBatch], model: nn.Module
 ) -> tuple[Tensor, partial[tuple[Tensor, Tensor]]]:
-    """What Megatron's schedules call for each micro-batch: the stage's output and what is read off the last one's."""
+    """Called by Megatron's schedule for each micro-batch: the stage's output, and what reads scores from it."""
     batch = next(iterator)
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
     return model(batch.tokens, positions), partial(_read_off, tp, batch)
 
 
 def _read_off(tp: ProcessGroup, batch: _MicroBatch, logits: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
-    """(sums of log-probabilities, FP64 `[b]`; all the most likely, `[b]`) from `logits` `[s, b, padded_vocab / tp]`."""
+    """(sums of log-probabilities, FP64 `[b]`; greedy, `[b]`) from `logits` `[s, b, padded_vocab / tp]`."""
     assert non_loss_data
     labels = batch.labels.transpose(0, 1).contiguous()
     is_greedy = (_most_likely(logits, tp) == labels).transpose(0, 1)
@@ -151,7 +148,7 @@ def _read_off(tp: ProcessGroup, batch: _MicroBatch, logits: Tensor, non_loss_dat
 
 
 def _most_likely(logits: Tensor, tp: ProcessGroup) -> Tensor:
-    """The most likely token at each place, `[s, b]`, from every rank's part of the vocabulary."""
+    """The most likely token at each position, `[s, b]`, over all ranks' parts of the vocabulary."""
     best, token = logits.max(dim=-1)
     token = token + tp.rank() * logits.shape[-1]
     if tp.size() == 1:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from megatron_fp8.checkpoint.reading import kept
+from megatron_fp8.checkpoint.directory import lock_for_reading
 from megatron_fp8.config.rundir import LOCK
 from megatron_fp8.errors import BadInputError
 
@@ -74,7 +74,7 @@ class Holds:
     def checkpoint(self, path: Path) -> bool:
         """Let no job remove a checkpoint, and let go of another one; False: it is gone already."""
         self.let_checkpoint_go()
-        return self._of_checkpoint.enter_context(kept(path))
+        return self._of_checkpoint.enter_context(lock_for_reading(path))
 
     def let_checkpoint_go(self) -> None:
         """The checkpoint has been read."""

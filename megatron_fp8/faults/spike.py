@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from megatron_fp8.config.faults import FaultsConfig
+from megatron_fp8.config.schema_run import FaultsConfig
 
 # Of a normal distribution the standard deviation is so many MADs.
 _STANDARD_DEVIATION_IN_MADS = 1.4826

@@ -1,1 +1,1 @@
-"""Text from a model: forward passes that give the next token's logits, the choice of a token, and the loop."""
+"""Inference: a checkpoint's model ready for forward passes, sampling, and the generation loop."""

@@ -1,31 +1,43 @@
-"""Owns what a Hugging Face folder holds: its safetensors files' tensors, and whether they are those of a model.
+"""Reads and writes Hugging Face folders of safetensors files, a tensor at a time.
 
-Headers are read, no values. Imports no torch.
+A file is an 8-byte length, a JSON header with every tensor's place, and the bytes (the safetensors format); names and
+shapes are known before the values, so the header is written first. Reading looks at headers alone. Imports torch only
+to write.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
+from megatron_fp8.checkpoint.manifest import sync
 from megatron_fp8.errors import BadInputError
-from megatron_fp8.hf.groups import Shape, TensorGroup
+from megatron_fp8.hf.mapping import Shape, TensorGroup
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TIED_HEAD = "lm_head.weight"
-_DTYPES = ("BF16", "F16", "F32")
-# Buffers that programs before transformers 5 saved: the causal mask, RoPE's frequencies.
+_DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
+_ALIGNMENT_BYTES = 8
+# Buffers that transformers before version 5 saved: the causal mask, RoPE's frequencies.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-_MOST_SHOWN = 8
+_MAX_SHOWN = 8
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A tensor in a safetensors file; `name` is the one it has there, `dtype` in safetensors' words."""
+    """A tensor in a safetensors file; `name` is its name there, `dtype` is spelled as safetensors does."""
 
     file: Path
     name: str
@@ -34,7 +46,7 @@ class StoredWeight:
 
 
 def read_folder(folder: Path) -> dict[str, StoredWeight]:
-    """All tensors of a folder by name. BadInputError where there are none, or a file is missing or damaged."""
+    """All tensors of a folder by name. BadInputError if there are none, or a file is missing or corrupt."""
     weights = {}
     for file in _files(folder):
         try:
@@ -48,30 +60,30 @@ def read_folder(folder: Path) -> dict[str, StoredWeight]:
 
 
 def find_weights(folder: Path, groups: Iterable[TensorGroup], tied: bool) -> dict[str, StoredWeight]:
-    """The tensors of a folder by the names that `groups` give them; a head that is `tied` may be there as well.
+    """The tensors of a folder by their names in `groups`; a `tied` head may be stored, too.
 
-    A base model's names, without the first part, will do too. BadInputError with everything that is missing, of
-    another shape or format, or not part of the model.
+    A base model's names, which lack the first part, are accepted. BadInputError with everything that is missing, has
+    another shape or format, or is not part of the model.
     """
     stored = read_folder(folder)
     found, wrong = {}, []
     for name, shape in ((name, shape) for group in groups for name, shape in group.their_shapes.items()):
         weight = stored.pop(name, None) or stored.pop(name.partition(".")[2], None)
         if weight is None:
-            wrong.append(f"{name} is not there")
+            wrong.append(f"{name} is missing")
         elif weight.shape != shape:
             wrong.append(f"{name} has shape {list(weight.shape)}; config.json makes it {list(shape)}")
-        elif weight.dtype not in _DTYPES:
-            wrong.append(f"{name} is in {weight.dtype}; only {', '.join(_DTYPES)} are converted")
+        elif weight.dtype not in _DTYPES.values():
+            wrong.append(f"{name} is in {weight.dtype}; only {', '.join(_DTYPES.values())} are supported")
         else:
             found[name] = weight
     if tied and TIED_HEAD in stored:
         found[TIED_HEAD] = stored.pop(TIED_HEAD)
-    wrong += [f"{name} is no part of the model" for name in stored if not name.endswith(_BUFFERS)]
+    wrong += [f"{name} is not part of the model" for name in stored if not name.endswith(_BUFFERS)]
     if wrong:
-        more = f"\n  and {len(wrong) - _MOST_SHOWN} more" if len(wrong) > _MOST_SHOWN else ""
+        more = f"\n  and {len(wrong) - _MAX_SHOWN} more" if len(wrong) > _MAX_SHOWN else ""
         raise BadInputError(
-            f"{folder} does not hold the model of its config.json:\n  " + "\n  ".join(wrong[:_MOST_SHOWN]) + more
+            f"{folder} does not hold the model in its config.json:\n  " + "\n  ".join(wrong[:_MAX_SHOWN]) + more
         )
     return found
 
@@ -85,10 +97,102 @@ def _files(folder: Path) -> list[Path]:
             raise BadInputError(f"{index} cannot be read: {error!r}") from error
         outside = [name for name in names if Path(name).name != name]
         if outside:
-            raise BadInputError(f"{index} names {outside[0]!r}, which is outside of its folder")
+            raise BadInputError(f"{index} names {outside[0]!r}, which is outside its folder")
         return [folder / name for name in names]
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     hint = f"; {other[0]} is a pickle: save the model with transformers' save_pretrained first" if other else ""
     raise BadInputError(f"{folder} has neither {SINGLE_FILE} nor {INDEX}{hint}")
+
+
+def require_new(folder: Path) -> None:
+    """BadInputError if `folder` exists, or its parent does not."""
+    if folder.exists():
+        raise BadInputError(f"{folder} exists, and nothing is overwritten: use a new folder")
+    if not folder.absolute().parent.is_dir():
+        raise BadInputError(f"{folder.absolute().parent}, the parent of {folder.name}, does not exist; create it first")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill under a hidden name; renamed to `folder` on success and removed on failure."""
+    require_new(folder)
+    temporary = folder.absolute().with_name(f".{folder.absolute().name}.incomplete")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for path in temporary.iterdir():
+            sync(path)
+        temporary.rename(folder)
+        sync(folder.absolute().parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_shards(
+    folder: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, max_bytes: int, tensors: Iterable[tuple[str, Tensor]]
+) -> int:
+    """Write `tensors`, which arrive in the order of `shapes`, as `dtype` into files of at most `max_bytes`.
+
+    A larger tensor gets its own file. Returns the bytes of all tensors. BadInputError for a number out of the range of
+    `dtype`.
+    """
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    shards = divide(sizes, max_bytes)
+    files = [SINGLE_FILE]
+    if len(shards) > 1:
+        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    coming = iter(tensors)
+    for file, names in zip(files, shards, strict=True):
+        with (folder / file).open("xb") as output:
+            output.write(_header({name: shapes[name] for name in names}, dtype))
+            for expected in names:
+                name, tensor = next(coming)
+                if name != expected or tuple(tensor.shape) != shapes[name]:
+                    raise RuntimeError(f"{name} {list(tensor.shape)} arrived instead of {expected}")
+                output.write(_bytes(name, tensor, dtype))
+        sync(folder / file)
+    total = sum(sizes.values())
+    if len(shards) > 1:
+        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return total
+
+
+def divide(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Names in order, in groups whose sizes sum to at most `max_bytes`; a larger one is alone."""
+    shards: list[list[str]] = []
+    filled = max_bytes
+    for name, size in sizes.items():
+        if filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _header(shapes: Mapping[str, Shape], dtype: torch.dtype) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, shape in shapes.items():
+        stop = start + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _DTYPES[str(dtype)], "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes(name: str, tensor: Tensor, dtype: torch.dtype) -> memoryview:
+    """The tensor's bytes in `dtype`, rounded to nearest even."""
+    import torch
+
+    rounded = tensor.to(dtype).contiguous()
+    if not torch.equal(rounded.isfinite(), tensor.isfinite()):
+        largest = tensor.abs().max().item()
+        raise BadInputError(f"{name} reaches {largest:.3g}, out of range of {str(dtype)[6:]}; use --dtype fp32 or bf16")
+    return rounded.reshape(-1).view(torch.uint8).numpy().data

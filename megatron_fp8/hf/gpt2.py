@@ -1,4 +1,4 @@
-"""Owns the GPT-2 form (LayerNorm, learned positions, biases): its `config.json` and its tensors. Imports no torch."""
+"""Expresses models as GPT-2 (LayerNorm, learned positions, biases): `config.json` and tensors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 from megatron_fp8.config.layout import head_size, mlp_size
 from megatron_fp8.config.schema import ModelConfig
-from megatron_fp8.hf.groups import TensorGroup, same
-from megatron_fp8.hf.settings import HFSettings, require
+from megatron_fp8.hf.mapping import HFSettings, TensorGroup, require, same
 
 MODEL_TYPE = "gpt2"
 # Ours -> theirs; GELU is the tanh approximation, as Transformer Engine computes it.
@@ -16,7 +15,7 @@ _ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu"}
 
 
 def config_json(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """The `config.json` of a model. Raises ConfigError with every key that it cannot express."""
+    """The `config.json` of a model. Raises ConfigError with every key that GPT-2 cannot express."""
     heads = model.num_attention_heads
     require(
         {**model.model_dump(), "kv_channels": head_size(model)},
@@ -49,12 +48,12 @@ def config_json(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def model_values(settings: HFSettings) -> dict[str, Any]:
-    """The `model` section for a `config.json`, without `seq_length`; its mistakes are noted in `settings`."""
+    """The `model` section for a `config.json`, without `seq_length`; `settings` collects mistakes."""
     hidden, dropout = settings.size("n_embd"), settings.get("resid_pdrop", 0.1)
-    settings.only("embd_pdrop", dropout, 0.1, f"resid_pdrop is {dropout}, and model.hidden_dropout is both")
-    settings.only("scale_attn_weights", True, True, "attention is always scaled here")
-    settings.only("scale_attn_by_inverse_layer_idx", False, False, "attention is scaled alike in every layer here")
-    settings.only("add_cross_attention", False, False, "there is no cross attention here")
+    settings.only("embd_pdrop", dropout, 0.1, f"resid_pdrop is {dropout}, and model.hidden_dropout stands for both")
+    settings.only("scale_attn_weights", True, True, "attention is always scaled")
+    settings.only("scale_attn_by_inverse_layer_idx", False, False, "attention has the same scale in every layer")
+    settings.only("add_cross_attention", False, False, "cross attention is not supported")
     activations = {theirs: ours for ours, theirs in _ACTIVATIONS.items()}
     return {
         "num_layers": settings.size("n_layer"),
@@ -76,7 +75,7 @@ def model_values(settings: HFSettings) -> dict[str, Any]:
 
 
 def tensor_groups(model: ModelConfig, vocab_size: int) -> Iterator[TensorGroup]:
-    """All tensors of the model, in the order in which they are computed with."""
+    """All tensors of the model, in forward order."""
     hidden = model.hidden_size
     num_positions = model.max_position_embeddings or model.seq_length
     yield same("embedding.word_embeddings.weight", "transformer.wte.weight", vocab_size, hidden)

@@ -1,6 +1,6 @@
-"""Owns the Llama form (RMSNorm, gated MLP, RoPE, grouped queries): its `config.json` and its tensors.
+"""Expresses models as Llama (RMSNorm, gated MLP, RoPE, grouped queries): `config.json` and tensors. Imports no torch.
 
-Both sides rotate halves of a head in RoPE, so that no rows are permuted. Imports no torch.
+Both sides rotate halves of a head in RoPE, so no rows are permuted.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron_fp8.config.layout import head_size, mlp_size, query_groups
 from megatron_fp8.config.schema import ModelConfig
-from megatron_fp8.hf.groups import TensorGroup, same
-from megatron_fp8.hf.settings import HFSettings, require
+from megatron_fp8.hf.mapping import HFSettings, TensorGroup, require, same
 
 MODEL_TYPE = "llama"
 # Ours -> the gate's activation; GELU is the tanh approximation, as Transformer Engine computes it.
@@ -19,7 +18,7 @@ _ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "reglu": "relu"}
 
 
 def config_json(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """The `config.json` of a model. Raises ConfigError with every key that it cannot express."""
+    """The `config.json` of a model. Raises ConfigError with every key that Llama cannot express."""
     require(
         model.model_dump(),
         {
@@ -43,7 +42,7 @@ def config_json(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         "max_position_embeddings": model.max_position_embeddings or model.seq_length,
         "initializer_range": model.init_method_std,
         "rms_norm_eps": model.norm_epsilon,
-        # Programs before transformers 5 read the first, later ones the second.
+        # transformers before version 5 read the first, later ones the second.
         "rope_theta": model.rotary_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base},
         "attention_bias": model.add_bias_linear,
@@ -54,10 +53,10 @@ def config_json(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def model_values(settings: HFSettings) -> dict[str, Any]:
-    """The `model` section for a `config.json`, without `seq_length`; its mistakes are noted in `settings`."""
+    """The `model` section for a `config.json`, without `seq_length`; `settings` collects mistakes."""
     heads, hidden = settings.size("num_attention_heads"), settings.size("hidden_size")
     bias = bool(settings.get("attention_bias", False))
-    settings.only("mlp_bias", bias, False, f"attention_bias is {bias}, and model.add_bias_linear is one switch for all")
+    settings.only("mlp_bias", bias, False, f"attention_bias is {bias}, and model.add_bias_linear stands for both")
     activations = {theirs: ours for ours, theirs in _ACTIVATIONS.items()}
     return {
         "num_layers": settings.size("num_hidden_layers"),
@@ -81,7 +80,7 @@ def model_values(settings: HFSettings) -> dict[str, Any]:
 
 
 def tensor_groups(model: ModelConfig, vocab_size: int) -> Iterator[TensorGroup]:
-    """All tensors of the model, in the order in which they are computed with."""
+    """All tensors of the model, in forward order."""
     hidden = model.hidden_size
     yield same("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocab_size, hidden)
     for index in range(model.num_layers):
@@ -120,12 +119,12 @@ def _kinds(model: ModelConfig, in_features: int) -> list[tuple[str, tuple[int, .
 
 
 def _rope_base(settings: HFSettings) -> float:
-    """RoPE's base; scaled and partial rotations are rejected."""
+    """RoPE's base; scaled and partial RoPE are rejected."""
     key = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
     rope = settings.get(key, {})
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        settings.reject(f"{key}.rope_type", kind, "this project does not scale RoPE", "a model without RoPE scaling")
+        settings.reject(f"{key}.rope_type", kind, "RoPE scaling is not supported", "a model without RoPE scaling")
     share = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
     if share != 1.0:
         reason = "Llama rotates whole heads"

@@ -1,4 +1,4 @@
-"""Owns the tokenizer's files: what is copied between a run and a Hugging Face folder. Imports no torch."""
+"""Copies tokenizer files between a run and a Hugging Face folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from megatron_fp8.errors import BadInputError
 
 TOKENIZER = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
-# What belongs to a tokenizer beside its own file, where it is there.
+# Optional files that belong to a tokenizer.
 _COMPANIONS = (_CONFIG, "special_tokens_map.json", "chat_template.jinja")
 
 
-def require_tokenizer(path: Path, option: str) -> Path:
-    """`path`, which is a `tokenizer.json`; BadInputError otherwise."""
+def require_tokenizer(path: Path) -> Path:
+    """`path`; BadInputError if there is no such file."""
     if path.is_file():
         return path
     raise BadInputError(
-        f"{path} does not exist, and a model without its tokenizer is of little use: name one with {option} FILE, or "
-        "say --no-tokenizer. From slow tokenizers, transformers' AutoTokenizer.from_pretrained(FOLDER)"
-        ".save_pretrained(FOLDER) makes the file"
+        f"{path} does not exist, and a model without its tokenizer is of little use: use --tokenizer FILE, or "
+        "--no-tokenizer. For slow tokenizers, transformers' AutoTokenizer.from_pretrained(FOLDER)"
+        ".save_pretrained(FOLDER) creates the file"
     )
 
 
 def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
-    """Copy a tokenizer and what lies beside it and belongs to it into `folder`."""
+    """Copy a tokenizer and the optional files beside it into `folder`."""
     shutil.copyfile(tokenizer, folder / TOKENIZER)
     for name in _COMPANIONS:
         if tokenizer.with_name(name).is_file():
@@ -37,10 +37,10 @@ def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
 
 
 def describe_tokenizer(folder: Path, num_positions: int, eod_token: str) -> dict[str, int]:
-    """Make the copied tokenizer one that transformers loads; the ids of its special tokens, for `config.json`.
+    """Make the copied tokenizer loadable by transformers; the ids of its special tokens, for `config.json`.
 
-    Without a description of its own, what stands between documents ends a text, and begins one, as in GPT-2.
-    It pads as well, since Trainer wants a token for that; not in `config.json`, which would freeze its embedding.
+    Without a `tokenizer_config.json`, the end-of-document token is also BOS and EOS, as in GPT-2. It is the padding
+    token too, since Trainer wants one; not in `config.json`, which would freeze its embedding.
     """
     path = folder / _CONFIG
     if path.is_file():
@@ -66,7 +66,7 @@ def describe_tokenizer(folder: Path, num_positions: int, eod_token: str) -> dict
 
 
 def ends_documents(tokenizer: Path) -> bool:
-    """Whether a tokenizer has a token to put between documents. Raises TokenizerError for a broken file."""
+    """Whether a tokenizer has an end-of-document token. Raises TokenizerError for an invalid file."""
     try:
         Tokenizer.load(tokenizer)
     except TokenizerError as error:

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_fp8.config.launcher import foreign_tasks
+from megatron_fp8.config.environment import foreign_tasks
 from megatron_fp8.errors import BadInputError
 
 _POLL_SECONDS = 0.02

@@ -1,1 +1,1 @@
-"""What a run will take, before anything runs: parameters, memory, FLOPs, messages, waiting, days. Imports no torch."""
+"""Predicts what a run takes before it starts: parameters, memory, FLOPs, communication, time, and which layouts fit."""

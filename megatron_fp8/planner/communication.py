@@ -1,8 +1,8 @@
-"""Owns the bytes that the collectives of one step move, per rank of a stage. Imports no torch.
+"""Predicts the bytes that communication moves in a step, for a rank of each stage. Imports no torch.
 
-What is sent for a token, a layer, a parameter is the precision chart's matter (`precision/chart/collectives.py`, held
-against real messages); here is how often, and what the chart leaves to no token: gradients of what tensor-parallel
-ranks hold whole, and of the tied embedding's two copies. Single numbers (losses, norms) are left out.
+What is sent per token, layer and parameter is the precision chart's (`collective_rows`, compared with real messages);
+here is how often, and what no row has: gradients of what tensor-parallel ranks replicate, and of the tied embedding's
+two copies. Scalars (losses, norms) are left out.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from megatron_fp8.config.layout import Layout, position_parameters
 from megatron_fp8.config.schema import Config
-from megatron_fp8.planner.activations import without_fp8
-from megatron_fp8.planner.parameters import RankParameters, rank_parameters
-from megatron_fp8.planner.stages import Chunk, stage_chunks
+from megatron_fp8.planner.memory import without_fp8
+from megatron_fp8.planner.pipeline import Chunk, RankParameters, rank_parameters, stage_chunks
 from megatron_fp8.precision.chart import collective_rows, run_formats
 from megatron_fp8.precision.chart_rows import (
     ChartRow,
@@ -46,8 +45,8 @@ class Traffic:
     """The messages of one kind in a step, among `num_ranks` ranks.
 
     `tensor_bytes`: of the whole tensors that the step moves. `sent_bytes`: what each rank sends, by a ring: 2 (n - 1) /
-    n of an all-reduced tensor, (n - 1) / n of a gathered or scattered one, all of a sent one. `waits`: nothing computes
-    meanwhile.
+    n of an all-reduced tensor, (n - 1) / n of a gathered or scattered one, all of a sent one. `waits`: no computation
+    overlaps it.
     """
 
     message: Message
@@ -79,13 +78,13 @@ def _traffic(config: Config, layout: Layout, message: Message, size: float) -> T
 
 
 def _sizes(config: Config, layout: Layout, stage: int) -> Iterator[tuple[Message, float]]:
-    """Bytes of whole tensors in a step, of each row of the chart and what it leaves out."""
+    """Bytes of whole tensors in a step, of each row of the chart and of what has no row."""
     formats = run_formats(config)
     chunks = stage_chunks(config, layout, stage)
     parameters = rank_parameters(config, layout, chunks)
     in_fp8 = sum(chunk.num_fp8_layers for chunk in chunks), sum(chunk.recomputed_fp8_layers for chunk in chunks)
     others = sum(chunk.num_other_layers for chunk in chunks), sum(chunk.recomputed_other_layers for chunk in chunks)
-    # A layer in FP8 gathers other bytes than one outside; what belongs to no layer is in both charts alike.
+    # A layer in FP8 gathers other bytes than one outside; rows of no layer are the same in both charts.
     for layers_formats, (num_layers, again) in ((formats, in_fp8), (without_fp8(formats), others)):
         for row in collective_rows(config, layout, layers_formats):
             count = _of_layers(row, layout, num_layers, again)
@@ -103,7 +102,7 @@ def _message(row: ChartRow) -> Message:
 
 
 def _of_layers(row: ChartRow, layout: Layout, num_layers: int, again: int) -> float:
-    """How many of what the row is given per, if that is a layer; a second forward pass sends all once more."""
+    """How many units the row is counted in, if those are layers; a recomputed forward pass communicates again."""
     match row.per:
         case Per.TOKEN_AND_LAYER:
             passes = num_layers + (again if row.phase is Phase.FORWARD else 0)
@@ -116,7 +115,7 @@ def _of_layers(row: ChartRow, layout: Layout, num_layers: int, again: int) -> fl
 
 
 def _of_the_rest(row: ChartRow, layout: Layout, chunks: tuple[Chunk, ...], parameters: RankParameters) -> float:
-    """How many of what the row is given per, if that is no layer."""
+    """How many units the row is counted in, if those are not layers."""
     tokens = layout.tokens_per_microbatch * layout.num_microbatches
     first = sum(chunk.has_embedding for chunk in chunks)
     last = sum(chunk.has_head for chunk in chunks)
@@ -143,7 +142,7 @@ def _beside_the_chart(
     if config.parallel.sequence_parallel and layout.tensor_model_parallel_size > 1:
         # Position embeddings see whole sequences on every rank.
         positions = sum(chunk.has_embedding for chunk in chunks) * position_parameters(config.model)
-        yield reduced(Group.TP, Tensor.NORM_GRADS, grads, parameters.whole - positions)
+        yield reduced(Group.TP, Tensor.NORM_GRADS, grads, parameters.replicated - positions)
     per_tensor = formats.scales(Format.E4M3) is Scales.FP32_PER_TENSOR
     if formats.fp8 is not None and formats.fp8.param_gather and per_tensor and layout.data_parallel_size > 1:
         # One number for each of a layer's weights, when the masters are cast.

@@ -1,22 +1,54 @@
-"""Owns the plan of one run: everything that is known before it starts, put together. Imports no torch."""
+"""Plans one run: what is known before it starts, put together. Imports no torch."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from megatron_fp8.config.layout import Layout
+from megatron_fp8.config.check import DataReport, check_config, fitting_world_sizes
+from megatron_fp8.config.layout import (
+    Layout,
+    block_parameters,
+    count_parameters,
+    derive_layout,
+    norm_parameters,
+    position_parameters,
+)
+from megatron_fp8.config.load import LoadedConfig
+from megatron_fp8.config.problem import ConfigError
+from megatron_fp8.config.run_start import resolve_length
 from megatron_fp8.config.schema import Config
 from megatron_fp8.planner.communication import Traffic, step_traffic
-from megatron_fp8.planner.determinism import deterministic_notes
-from megatron_fp8.planner.duration import DEFAULT_MFU, Duration, Fp8Gain, duration, fp8_gain
-from megatron_fp8.planner.flops import FlopsPerToken, flops_per_token
+from megatron_fp8.planner.flops import (
+    DEFAULT_MFU,
+    Duration,
+    FlopsPerToken,
+    Fp8Gain,
+    flops_per_token,
+    fp8_gain,
+    run_duration,
+)
 from megatron_fp8.planner.gpus import Gpu
 from megatron_fp8.planner.memory import StageMemory, stage_memories
-from megatron_fp8.planner.parameters import ModelParameters, RankParameters, model_parameters, rank_parameters
-from megatron_fp8.planner.schedule import bubble_share
-from megatron_fp8.planner.stages import stage_chunks
-from megatron_fp8.precision.chart_labels import format_label, message_label
+from megatron_fp8.planner.pipeline import RankParameters, bubble_share, rank_parameters, stage_chunks
+
+DataCheck = Callable[[Config], DataReport]
+
+
+@dataclass(frozen=True)
+class ModelParameters:
+    """Parameters of the whole model. `head` is 0 where it shares the word embedding's weight.
+
+    All but `without_padding` count the rows that pad the vocabulary.
+    """
+
+    total: int
+    without_padding: int
+    word_embedding: int
+    position_embedding: int
+    per_layer: int
+    final_norm: int
+    head: int
 
 
 @dataclass(frozen=True)
@@ -24,11 +56,10 @@ class Plan:
     """What a run takes.
 
     `memories`, `rank_parameters` and `traffic` are by pipeline stage. `fp8` and `bytes_in_bf16`, what the fullest rank
-    would hold in BF16, are None where nothing runs in FP8. `deterministic`: what
-    `training.deterministic_mode` changes, in words; empty without it.
+    would hold in BF16, are None where nothing runs in FP8.
     """
 
-    name: str
+    config: Config
     gpu: Gpu
     layout: Layout
     parameters: ModelParameters
@@ -40,71 +71,11 @@ class Plan:
     duration: Duration
     fp8: Fp8Gain | None
     bytes_in_bf16: float | None
-    deterministic: tuple[str, ...]
 
     @property
     def fullest(self) -> StageMemory:
         """The stage whose ranks hold most."""
         return max(self.memories, key=lambda memory: memory.total)
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain data; bytes, FLOPs per token, seconds, shares between 0 and 1."""
-        layout = self.layout
-        return {
-            "name": self.name,
-            "gpu": self.gpu.name,
-            "world_size": layout.world_size,
-            "layout": {
-                "tensor_model_parallel_size": layout.tensor_model_parallel_size,
-                "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
-                "chunks_per_stage": layout.num_chunks,
-                "data_parallel_size": layout.data_parallel_size,
-                "micro_batches": layout.num_microbatches,
-                "tokens_per_step": layout.tokens_per_global_batch,
-            },
-            "parameters": asdict(self.parameters),
-            "parameters_per_rank": [rank.total for rank in self.rank_parameters],
-            "memory_bytes": [
-                {**{kind.value: size for kind, size in memory.by_kind.items()}, "total": memory.total}
-                for memory in self.memories
-            ],
-            "flops_per_token": {
-                **asdict(self.flops),
-                **{
-                    name: getattr(self.flops, name)
-                    for name in ("forward", "backward", "model", "hardware", "model_with_all_keys")
-                },
-            },
-            "bubble_share": self.bubble_share,
-            "messages_per_step": [[_traffic_json(item) for item in stage] for stage in self.traffic],
-            "duration": asdict(self.duration),
-            "fp8": None if self.fp8 is None else asdict(self.fp8),
-            "memory_bytes_in_bf16": self.bytes_in_bf16,
-            "deterministic": list(self.deterministic),
-        }
-
-
-def traffic_label(item: Traffic) -> str:
-    """Who sends what."""
-    message = item.message
-    return message_label(message.group, message.collective, message.tensor, message.phase)
-
-
-def traffic_format(item: Traffic) -> str:
-    """In which format."""
-    return format_label(item.message.format, item.message.scales)
-
-
-def _traffic_json(item: Traffic) -> dict[str, Any]:
-    return {
-        "name": traffic_label(item),
-        "group": item.message.group.value,
-        "format": traffic_format(item),
-        "num_ranks": item.num_ranks,
-        "tensor_bytes": item.tensor_bytes,
-        "sent_bytes": item.sent_bytes,
-        "waits": item.waits,
-    }
 
 
 def make_plan(
@@ -114,8 +85,9 @@ def make_plan(
     stages = range(layout.pipeline_model_parallel_size)
     flops = flops_per_token(config, layout)
     tokens = num_tokens or float(layout.tokens_per_global_batch * config.training.train_iters)
+    in_fp8 = config.precision.mode == "fp8"
     return Plan(
-        name=config.run.name,
+        config=config,
         gpu=gpu,
         layout=layout,
         parameters=model_parameters(config, layout),
@@ -124,10 +96,24 @@ def make_plan(
         flops=flops,
         bubble_share=bubble_share(layout),
         traffic=[step_traffic(config, layout, stage) for stage in stages],
-        duration=duration(config, layout, flops, gpu, tokens, mfu),
-        fp8=fp8_gain(layout) if config.precision.mode == "fp8" else None,
-        bytes_in_bf16=_bytes_in_bf16(config, layout, gpu) if config.precision.mode == "fp8" else None,
-        deterministic=tuple(deterministic_notes(config, layout, gpu)),
+        duration=run_duration(config, layout, flops, gpu, tokens, mfu),
+        fp8=fp8_gain(layout) if in_fp8 else None,
+        bytes_in_bf16=_bytes_in_bf16(config, layout, gpu) if in_fp8 else None,
+    )
+
+
+def model_parameters(config: Config, layout: Layout) -> ModelParameters:
+    """The whole model's parameters by part."""
+    model = config.model
+    vocabulary = layout.padded_vocab_size * model.hidden_size
+    return ModelParameters(
+        total=layout.num_parameters,
+        without_padding=count_parameters(model, layout.vocab_size),
+        word_embedding=vocabulary,
+        position_embedding=position_parameters(model),
+        per_layer=sum(shape.size for shape in block_parameters(model)),
+        final_norm=norm_parameters(model),
+        head=vocabulary if model.untie_embeddings_and_output_weights else 0,
     )
 
 
@@ -135,3 +121,43 @@ def _bytes_in_bf16(config: Config, layout: Layout, gpu: Gpu) -> float:
     precision = config.precision.model_copy(update={"mode": "bf16"})
     memories = stage_memories(config.model_copy(update={"precision": precision}), layout, gpu)
     return max(memory.total for memory in memories)
+
+
+def resolve_sizes(loaded: LoadedConfig, check_data: DataCheck) -> tuple[LoadedConfig, int]:
+    """The config with its length in steps, where that is known, and the vocabulary's size before padding.
+
+    The tokenizer is read for its size if the config does not give one; missing training text is no mistake here.
+    Raises ConfigError.
+    """
+    config = loaded.config
+    epoch_samples, vocab_size = None, config.model.vocab_size
+    if vocab_size is None or config.training.train_epochs is not None:
+        report = check_data(config)
+        epoch_samples, vocab_size = report.epoch_samples, vocab_size or report.vocab_size
+        problems = [
+            replace(problem, use_instead=f"{problem.use_instead}; or model.vocab_size=N")
+            for problem in report.problems
+            if "tokenizer" in problem.key
+        ]
+        if vocab_size is None and problems:
+            raise ConfigError.from_problems(problems)
+    if vocab_size is None:
+        raise ConfigError("the vocabulary size is unknown; use model.vocab_size=N or data.tokenizer_model=FILE")
+    loaded, problems = resolve_length(loaded, epoch_samples)
+    if problems:
+        raise ConfigError.from_problems(problems)
+    return loaded, vocab_size
+
+
+def resolve_layout(loaded: LoadedConfig, world_size: int | None, vocab_size: int) -> Layout:
+    """The layout on `world_size` ranks (None: on the fewest that fit). Raises ConfigError with every mistake."""
+    if world_size is None:
+        world_size = next(iter(fitting_world_sizes(loaded.config)), None)
+    # A plan need not know the run's length, nor what its learning-rate schedule makes of that.
+    ignored = ("data.",) if loaded.config.training.train_iters else ("data.", "training.train_iters", "optimizer.lr")
+    problems = [item for item in check_config(loaded, world_size, vocab_size) if not item.key.startswith(ignored)]
+    if problems:
+        raise ConfigError.from_problems(problems)
+    if world_size is None:
+        raise ConfigError("no number of ranks fits the config; pretrain.py CONFIG --check --world-size N says why")
+    return derive_layout(loaded.config, world_size, vocab_size)

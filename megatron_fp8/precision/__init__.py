@@ -31,7 +31,7 @@ and a checkpoint of the FP8 state.
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_fp8.config.precision import PrecisionConfig
+from megatron_fp8.config.schema_model import PrecisionConfig
 from megatron_fp8.precision.policy import PrecisionPolicy, build_policy
 
 if TYPE_CHECKING:

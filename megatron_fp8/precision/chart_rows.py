@@ -6,7 +6,7 @@ What reads the chart (the planner, reports, tests) reads these fields; how they 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
 from typing import Literal
 
 from megatron_fp8.config.layout import round_up
@@ -39,87 +39,28 @@ class Format(Enum):
 
 # Part of the chart.
 Section = Enum("Section", "GEMM_OPERANDS COMMUNICATION PARAMETERS KEPT_FOR_BACKWARD LOGITS")
-
-
-class Tensor(Enum):
-    """Kind of tensor. `GEMM_OPERAND` is one of `ChartRow.gemm`'s, the others say all."""
-
-    GEMM_OPERAND = auto()
-    OPERANDS_OUTSIDE_FP8 = auto()
-    ATTENTION_OPERANDS = auto()
-    HEAD_OPERANDS = auto()
-    # Communication.
-    LINEAR_INPUT = auto()
-    LINEAR_INPUT_FOR_WGRAD = auto()
-    LINEAR_INPUT_GRAD = auto()
-    LINEAR_OUTPUT = auto()
-    LINEAR_OUTPUT_GRAD = auto()
-    AMAXES = auto()
-    EMBEDDING_OUTPUT = auto()
-    HEAD_INPUT = auto()
-    HEAD_INPUT_GRAD = auto()
-    CROSS_ENTROPY_SUMS = auto()
-    RESIDUAL_STREAM = auto()
-    GRADS = auto()
-    FP8_PARAMETERS = auto()
-    OTHER_PARAMETERS = auto()
-    ALL_PARAMETERS = auto()
-    # In messages of the planner alone, which counts them from no row.
-    NORM_GRADS = auto()
-    WEIGHT_AMAXES = auto()
-    TIED_EMBEDDING_GRADS = auto()
-    # Kept of each parameter.
-    WEIGHTS = auto()
-    FP8_LINEAR_WEIGHTS = auto()
-    OTHER_WEIGHTS = auto()
-    FP8_COPY = auto()
-    FP8_TRANSPOSE = auto()
-    MASTER_WEIGHTS = auto()
-    WEIGHT_GRADS = auto()
-    FIRST_MOMENT = auto()
-    SECOND_MOMENT = auto()
-    # Kept for the backward pass.
-    RECOMPUTED_LAYER_INPUT = auto()
-    NORM_INPUTS = auto()
-    NORM_STATISTICS = auto()
-    QKV_INPUT = auto()
-    PROJ_INPUT = auto()
-    FC1_INPUT = auto()
-    FC1_INPUT_ROWS = auto()
-    FC2_INPUT = auto()
-    FC2_INPUT_ROWS = auto()
-    QUERY_KEY_VALUE = auto()
-    ATTENTION_OUTPUT = auto()
-    SOFTMAX_STATISTICS = auto()
-    FC1_OUTPUT = auto()
-    HEAD_OUTPUT = auto()
-    LOGITS = auto()
-
-
-class Gemm(Enum):
-    """The three GEMMs of a linear layer."""
-
-    FPROP = "fprop"
-    DGRAD = "dgrad"
-    WGRAD = "wgrad"
-
-
+# Kind of tensor: GEMM operands, messages, kept of each parameter, kept for backward, logits. The planner adds
+# messages that are no row: NORM_GRADS, WEIGHT_AMAXES, TIED_EMBEDDING_GRADS.
+Tensor = Enum(
+    "Tensor",
+    "GEMM_OPERAND OPERANDS_OUTSIDE_FP8 ATTENTION_OPERANDS HEAD_OPERANDS "
+    "LINEAR_INPUT LINEAR_INPUT_FOR_WGRAD LINEAR_INPUT_GRAD LINEAR_OUTPUT LINEAR_OUTPUT_GRAD AMAXES "
+    "EMBEDDING_OUTPUT HEAD_INPUT HEAD_INPUT_GRAD CROSS_ENTROPY_SUMS RESIDUAL_STREAM GRADS FP8_PARAMETERS "
+    "OTHER_PARAMETERS ALL_PARAMETERS "
+    "NORM_GRADS WEIGHT_AMAXES TIED_EMBEDDING_GRADS "
+    "WEIGHTS FP8_LINEAR_WEIGHTS OTHER_WEIGHTS FP8_COPY FP8_TRANSPOSE MASTER_WEIGHTS WEIGHT_GRADS FIRST_MOMENT "
+    "SECOND_MOMENT "
+    "RECOMPUTED_LAYER_INPUT NORM_INPUTS NORM_STATISTICS QKV_INPUT PROJ_INPUT FC1_INPUT FC1_INPUT_ROWS FC2_INPUT "
+    "FC2_INPUT_ROWS QUERY_KEY_VALUE ATTENTION_OUTPUT SOFTMAX_STATISTICS FC1_OUTPUT HEAD_OUTPUT LOGITS",
+)
+# The three GEMMs of a linear layer.
+Gemm = Enum("Gemm", "FPROP DGRAD WGRAD")
 # What a GEMM reads.
 Operand = Enum("Operand", "INPUT WEIGHT GRAD")
 # How ranks communicate.
 Collective = Enum("Collective", "ALL_REDUCE ALL_REDUCE_MAX REDUCE_SCATTER ALL_GATHER SEND")
-
-
-class Group(Enum):
-    """Which ranks communicate; `ENDS`: the first and the last stage, which share a tied embedding."""
-
-    TP = "TP"
-    PP = "PP"
-    DP = "DP"
-    TP_AND_DP = "TP x DP"
-    ENDS = "ends"
-
-
+# Which ranks communicate. ENDS: the first and the last stage, which share a tied embedding.
+Group = Enum("Group", {"TP": "TP", "PP": "PP", "DP": "DP", "TP_AND_DP": "TP x DP", "ENDS": "ends"})
 # When ranks communicate. EACH_WAY: the bytes are those of one of the two passes; BOTH: of both together.
 Phase = Enum("Phase", "FORWARD BACKWARD EACH_WAY BOTH")
 # What a row's bytes are given per.
@@ -188,7 +129,7 @@ class Formats:
     def operand(self, gemm: Gemm, operand: Operand) -> Format:
         """Format in which a GEMM of an FP8 layer (without FP8: of any layer) reads an operand."""
         fp8 = self.fp8
-        if fp8 is None or getattr(fp8.override, gemm.value):
+        if fp8 is None or getattr(fp8.override, gemm.name.lower()):
             return self.params
         return Format.E5M2 if operand is Operand.GRAD and fp8.fp8_format == "hybrid" else Format.E4M3
 

@@ -6,8 +6,8 @@ Imports no torch.
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_fp8.config.formats import layers_in_bf16, resolved_fp8_format
-from megatron_fp8.config.precision import PrecisionConfig
+from megatron_fp8.config.fp8_formats import layers_in_bf16, resolved_fp8_format
+from megatron_fp8.config.schema_model import PrecisionConfig
 
 Fp8Format = Literal["hybrid", "e4m3"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]

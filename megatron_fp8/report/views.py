@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_fp8.config.dump import dump_config
+from megatron_fp8.config.load import dump_config
 from megatron_fp8.config.schema import Config
 from megatron_fp8.report.guarded import Guarded, OpenSink, Say, say_on_stderr
 from megatron_fp8.report.opening import OpenInThread

@@ -27,7 +27,7 @@ import wandb
 from wandb.sdk.lib.runid import generate_id
 from wandb.sdk.wandb_alerts import AlertLevel
 
-from megatron_fp8.checkpoint.manifest import write_whole
+from megatron_fp8.checkpoint.manifest import write_atomically
 from megatron_fp8.config.schema import LoggingConfig
 from megatron_fp8.report.events import Level, event_level, event_line, event_title
 from megatron_fp8.report.record import Record
@@ -168,11 +168,11 @@ def run_id_of(run_directory: Path) -> str:
     made_for, _, made_at = place.strip().partition(" ")
     if place and inode != made_for and here != made_at:
         old, run_id = run_id, generate_id()
-        write_whole(path, f"{run_id}\n")
+        write_atomically(path, f"{run_id}\n")
         said = f"{here} is a copy of {made_at}, whose wandb run is {old}: its own is {run_id}"
         print(f"warning: {said}; to continue that one, write {old} into {path}", file=sys.stderr, flush=True)
     if place != f"{inode} {here}\n":
-        write_whole(place_file, f"{inode} {here}\n")
+        write_atomically(place_file, f"{inode} {here}\n")
     return run_id
 
 

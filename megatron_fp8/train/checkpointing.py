@@ -10,10 +10,10 @@ from pathlib import Path
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.live import LiveState
 from megatron_fp8.checkpoint.manifest import Manifest, read_manifest
+from megatron_fp8.checkpoint.rank_io import on_rank_0
 from megatron_fp8.checkpoint.save import CheckpointWriter, SavedCheckpoint
-from megatron_fp8.checkpoint.together import on_rank_0
-from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.layout import Layout
+from megatron_fp8.config.load import dump_config
 from megatron_fp8.config.schema import Config
 from megatron_fp8.faults.spike import SPIKE_LISTS, RecentLosses
 from megatron_fp8.report.record import Recorder

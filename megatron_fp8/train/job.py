@@ -14,16 +14,14 @@ import torch
 import torch.distributed
 
 from megatron_fp8 import device as devices
-from megatron_fp8.checkpoint.directory import CheckpointDirectory
+from megatron_fp8.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import read_manifest
-from megatron_fp8.checkpoint.start import CHECKPOINTS
-from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.layout import derive_layout
-from megatron_fp8.config.load import process_environment
+from megatron_fp8.config.load import dump_config, process_environment
+from megatron_fp8.config.run_start import Start
 from megatron_fp8.config.rundir import LOCK, create_run_directory
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.secret_texts import secret_values
-from megatron_fp8.config.start import Start
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.faults.lost_rank import explaining_lost_ranks
 from megatron_fp8.faults.run_lock import Holds
@@ -62,9 +60,10 @@ def run_job(
     device = devices.prepare()
     hide_meaningless_warnings(device.emulated)
     # They look for CUDA when imported.
-    from megatron_fp8.checkpoint.together import after_all, from_rank_0, whole_start
+    from megatron_fp8.checkpoint.rank_io import after_all, verified_start
     from megatron_fp8.data.dataset import build_datasets
     from megatron_fp8.data.tokenizer import Tokenizer
+    from megatron_fp8.parallel.object_collectives import broadcast
     from megatron_fp8.train.interval import IntervalLoss
     from megatron_fp8.train.liveness import watched
     from megatron_fp8.train.parts import TrainingParts
@@ -74,10 +73,10 @@ def run_job(
 
     init_process_group(device.backend(config.parallel.distributed_backend), config.parallel.distributed_timeout_minutes)
     # Rank 0 alone chose, holding the run's lock.
-    config, start = from_rank_0((config, start))
+    config, start = broadcast((config, start))
     warn_of_unmet_needs(config, device, process_environment(), torch.distributed.get_rank())
     layout = derive_layout(config, torch.distributed.get_world_size(), vocab_size)
-    start, notes = whole_start(start, config)
+    start, notes = verified_start(start, config)
     if start.is_finished(config.training.train_iters):
         return _nothing_left(config, start, started)
     with ExitStack() as stack:
@@ -88,7 +87,7 @@ def run_job(
         stack.callback(recorder.close)
         stack.push(partial(_record_failure, recorder))
         # Only rank 0 knows its final name; all ranks write checkpoints and profiles into it.
-        everywhere = Path(from_rank_0(str(run_directory)))
+        everywhere = Path(broadcast(str(run_directory)))
         checkpoints = everywhere / CHECKPOINTS if config.checkpoint.save else None
         profiles = everywhere / PROFILES
         parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder, checkpoints, profiles)

@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import profile
 
-from megatron_fp8.config.profile import ProfileConfig
+from megatron_fp8.config.schema_run import ProfileConfig
 from megatron_fp8.device import Device
 from megatron_fp8.report.record import Recorder
 from megatron_fp8.train.step_times import StepTimes

@@ -16,11 +16,12 @@ import torch.distributed
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import read_manifest, write_manifest
-from megatron_fp8.checkpoint.together import damage_by_all_ranks, from_rank_0, on_rank_0
-from megatron_fp8.config.start import Position
+from megatron_fp8.checkpoint.rank_io import find_corruption_collective, on_rank_0
+from megatron_fp8.config.run_start import Position
 from megatron_fp8.data.dataset import Datasets
 from megatron_fp8.faults.exit_codes import RewindError
 from megatron_fp8.faults.heartbeat import Phase
+from megatron_fp8.parallel.object_collectives import broadcast
 from megatron_fp8.train.bad_steps import Rewind
 from megatron_fp8.train.checkpointing import Progress
 from megatron_fp8.train.interval import IntervalLoss
@@ -93,14 +94,14 @@ def _newest_good(directory: CheckpointDirectory | None, wanted: Rewind) -> tuple
     notes: list[str] = []
     limit = wanted.newest_iteration
     while directory is not None:
-        iteration = from_rank_0(directory.newest_whole(before=limit + 1, contents=False))
+        iteration = broadcast(directory.newest_intact(before=limit + 1, contents=False))
         if iteration is None:
             break
         checkpoint = directory.path(iteration)
-        problems = damage_by_all_ranks(checkpoint)
+        problems = find_corruption_collective(checkpoint)
         if not problems:
             return checkpoint, notes
-        notes.append(f"the checkpoint is damaged: {'; '.join(problems)}")
+        notes.append(f"the checkpoint is corrupt: {'; '.join(problems)}")
         limit = iteration - 1
     where = "checkpoint.save is false" if directory is None else f"none is in {directory.root}"
     raise RewindError(
@@ -111,7 +112,7 @@ def _newest_good(directory: CheckpointDirectory | None, wanted: Rewind) -> tuple
 
 def _counters_on_rank_0(checkpoint: Path) -> dict[str, float]:
     """The manifest's counters, before rank 0 changes them."""
-    return from_rank_0(dict(read_manifest(checkpoint).counters) if torch.distributed.get_rank() == 0 else {})
+    return broadcast(dict(read_manifest(checkpoint).counters) if torch.distributed.get_rank() == 0 else {})
 
 
 def _leave_behind(directory: CheckpointDirectory | None, checkpoint: Path, state: TrainState) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
-from megatron_fp8.config.start import Position
+from megatron_fp8.config.run_start import Position
 
 # Counters that checkpoints of earlier versions do not have, and what they were then.
 _ADDED_LATER = {

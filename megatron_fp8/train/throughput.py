@@ -12,7 +12,7 @@ from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.planner.flops import flops_per_token
 from megatron_fp8.planner.gpus import GPUS, Gpu
-from megatron_fp8.planner.schedule import bubble_share
+from megatron_fp8.planner.pipeline import bubble_share
 
 # By words of the name that the driver gives, the first that fits; boards whose peaks are not in the table fit none.
 _NAMES = (

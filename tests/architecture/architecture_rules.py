@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         f"{PACKAGE}.checkpoint.plain_index",
         f"{PACKAGE}.checkpoint.reading",
         f"{PACKAGE}.checkpoint.saved_model",
-        f"{PACKAGE}.checkpoint.start",
+        f"{PACKAGE}.checkpoint.resume",
         f"{PACKAGE}.precision.policy",
         f"{PACKAGE}.precision.chart",
         f"{PACKAGE}.precision.chart_labels",
@@ -33,11 +33,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "pretrain",
         "tools",
         f"{PACKAGE}.__main__",
-        *(f"{PACKAGE}.{part}" for part in ("commands", "bench", "compare", "doctor", "evaluate", "generate", "hf")),
+        *(
+            f"{PACKAGE}.{part}"
+            for part in ("commands", "bench", "compare", "doctor", "evaluate", "generate", "hf", "prepare")
+        ),
     ),
 )
 # What has to answer on a machine, and in a time, where torch cannot be imported.
-TORCH_FREE = (*LAYERS[0], *LAYERS[1], f"{PACKAGE}.data.check", "pretrain")
+COMMAND_LINE = ("pretrain", *(f"{PACKAGE}.commands.{name}" for name in ("train", "train_options", "rank_zero_output")))
+TORCH_FREE = (*LAYERS[0], *LAYERS[1], f"{PACKAGE}.data.check_data", f"{PACKAGE}.prepare", *COMMAND_LINE)
 HEAVY = ("torch", "megatron", "transformer_engine", "transformer_engine_torch")
 KNOWS_CUDA = (f"{PACKAGE}.cpu", f"{PACKAGE}.device")
 KNOWS_ENVIRONMENT = (*KNOWS_CUDA, f"{PACKAGE}.parallel", f"{PACKAGE}.config.load", f"{PACKAGE}.doctor.environment")
@@ -111,7 +115,7 @@ def torch_in_torch_free(modules: Modules) -> Iterator[str]:
     for name, module in modules.items():
         if not belongs(name, TORCH_FREE):
             continue
-        if name != "pretrain":
+        if name not in COMMAND_LINE:
             for imported in module.imports:
                 if imported.lazy and belongs(imported.name, HEAVY):
                     yield f"{module.path}:{imported.line}: imports {imported.name}, and has to do without"

@@ -20,7 +20,7 @@ GOOD = {
     ),
     "megatron_fp8/precision/policy.py": '"""Policy."""\nfrom megatron_fp8.config.schema import VALUE\n',
     "megatron_fp8/precision/manager.py": '"""Manager."""\nimport torch\nfrom megatron_fp8.precision import policy\n',
-    "megatron_fp8/data/check.py": '"""Check."""\nfrom megatron_fp8.config import schema\n',
+    "megatron_fp8/data/check_data.py": '"""Check."""\nfrom megatron_fp8.config import schema\n',
     "megatron_fp8/model/sharding.py": '"""Sharding: no "cuda" here."""\nfrom megatron_fp8.config import schema\n',
     "megatron_fp8/model/build.py": '"""Build."""\nfrom megatron_fp8.precision.manager import policy\n',
     "megatron_fp8/train/state.py": '"""State."""\n',
@@ -75,7 +75,7 @@ SCHEMA = "megatron_fp8/config/schema.py"
         (
             "megatron_fp8/data/__init__.py",
             '"""D."""\nimport megatron.core\n',
-            "megatron_fp8/data/check.py:1: importing it imports megatron_fp8.data -> megatron.core",
+            "megatron_fp8/data/check_data.py:1: importing it imports megatron_fp8.data -> megatron.core",
         ),
         (
             "megatron_fp8/precision/__init__.py",

@@ -116,20 +116,20 @@ def test_inspect_prints_parsable_lines(runs: Path, capsys: pytest.CaptureFixture
     assert "num_layers: 1" in out
 
 
-def test_verify_says_whole(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_says_intact(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "verify", runs / "one")
     assert code == 0
-    assert out.count(": whole") == 3  # two checkpoints and the tracker
+    assert out.count(": intact") == 3  # two checkpoints and the tracker
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
-def test_verify_names_the_damaged_file(runs: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_the_corrupt_file(runs: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = runs / "one" / "checkpoints" / "iter_0000003" / name
     flip_a_bit(path)
     code, out, _ = call(capsys, "verify", runs / "one")
     assert code == 1
     assert str(path) in out
-    assert "iter_0000006: whole" in out
+    assert "iter_0000006: intact" in out
     code, found = call_json(capsys, "verify", path.parent)
     assert code == 1
     ((checkpoint, verdict),) = found.items()
@@ -152,7 +152,7 @@ def test_latest_is_a_path(runs: Path, capsys: pytest.CaptureFixture[str]) -> Non
     code, out, err = call(capsys, "latest", runs / "one")
     assert (code, out) == (1, "")
     assert ".metadata is missing" in err
-    assert "newest whole checkpoint: " + expected.replace("iter_0000006", "iter_0000003") in err
+    assert "newest intact checkpoint: " + expected.replace("iter_0000006", "iter_0000003") in err
     (runs / "one" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("9")
     code, found = call_json(capsys, "latest", runs / "one")
     assert (code, found["latest"]) == (1, None)
@@ -188,7 +188,7 @@ def test_the_numbers_of_a_difference_are_those_of_the_tensors(
     assert all(name.split(".")[0] in ("master", "exp_avg", "exp_avg_sq") for name in by_name)
     code, out, _ = call(capsys, "diff", first, second, "--only", "master.final_norm.weight")
     assert out.splitlines()[1] == "master.final_norm.weight\tvalues\t2\t2\t64"
-    assert "0 tensors are equal, 1 are not" in out
+    assert "0 tensors are equal, 1 differ" in out
 
 
 def test_one_element_that_differs_is_found(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import MANIFEST, Manifest, write_sums
-from megatron_fp8.checkpoint.start import choose_start
+from megatron_fp8.checkpoint.resume import choose_start
 from megatron_fp8.config.problem import ConfigError
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.faults.run_lock import Holds, locked_run
@@ -117,8 +117,8 @@ def test_files_that_are_damaged_are_named_where_an_older_checkpoint_is_taken(
     start = choose_start(make_config(tmp_path), "auto")
     assert start.checkpoint == directory.path(10)
     (note,) = start.notes
-    assert "taking iteration 10" in note
-    assert f"{directory.path(30) / 'data'} has 4 bytes; 7 were written" in note
+    assert "using iteration 10" in note
+    assert f"{directory.path(30) / 'data'} has 4 bytes, but 7 were written" in note
     assert f"{directory.path(20) / MANIFEST} does not exist" in note
     (directory.path(10) / "data").unlink()
     with pytest.raises(ConfigError, match="every checkpoint") as refused:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_fp8.checkpoint.index import read_index
+from megatron_fp8.checkpoint.plain_index import read_plain_index
 from megatron_fp8.checkpoint.saved_model import read_config
 from megatron_fp8.commands import checkpoint as tool
 from megatron_fp8.config.schema import ParallelConfig
@@ -49,7 +49,9 @@ def test_every_element_is_taken_over(written: Path, world_size: int, parallel: d
     config = saved.model_copy(update={"parallel": ParallelConfig(**parallel), "training": longer})
     ranks = run_on_ranks(world_size, go_on, config, checkpoint)
     # By torch's own loader.
-    stored = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in read_index(checkpoint).items()}
+    stored = {
+        name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for name, t in read_plain_index(checkpoint).items()
+    }
     dcp.load(stored, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
     loaded = {name: value.cpu() for name, value in whole(ranks, config.model.activation).items()}
     assert {name.replace(" ", ".", 1) for name in loaded} == {

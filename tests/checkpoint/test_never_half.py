@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from megatron_fp8.checkpoint.directory import TRACKER, CheckpointDirectory
-from megatron_fp8.checkpoint.manifest import damage
-from megatron_fp8.checkpoint.start import choose_start
+from megatron_fp8.checkpoint.manifest import find_corruption
+from megatron_fp8.checkpoint.resume import choose_start
 from tests.checkpoint.training import checkpoint_config, save_on_this_rank
 from tests.ranks import RankError, run_on_ranks
 
@@ -90,7 +90,7 @@ def test_a_job_killed_at_any_operation_leaves_a_whole_latest_checkpoint(existing
         directory = CheckpointDirectory(root)
         latest = directory.latest()
         assert latest is not None
-        assert list(damage(directory.path(latest))) == [], f"killed at operation {number}"
+        assert list(find_corruption(directory.path(latest))) == [], f"killed at operation {number}"
         assert directory.manifest(latest).counters["iteration"] == latest
         start = choose_start(save_config(load=str(root)), None)
         assert start.checkpoint == directory.path(latest)
@@ -99,7 +99,7 @@ def test_a_job_killed_at_any_operation_leaves_a_whole_latest_checkpoint(existing
         # Only whole checkpoints and the tracker are left, perhaps a tracker that was being written.
         left = {path.name for path in root.iterdir()} - {f".{TRACKER}.tmp"}
         assert left == {TRACKER, *(f"iter_{iteration:07d}" for iteration in directory.iterations())}
-        assert all(not list(damage(directory.path(iteration))) for iteration in directory.iterations())
+        assert all(not list(find_corruption(directory.path(iteration))) for iteration in directory.iterations())
         shutil.rmtree(root)
     assert seen == {1, 2}
 
@@ -116,7 +116,7 @@ def save_without_space(config, root: Path, iterations: range) -> tuple[list[str]
 
     def look_and_fill(iteration: int) -> None:
         latest = directory.latest()
-        seen.append((latest, list(damage(directory.path(latest))) if latest is not None else []))
+        seen.append((latest, list(find_corruption(directory.path(latest))) if latest is not None else []))
         hook.count.value, hook.number = 0, iteration
 
     sys.addaudithook(hook)
@@ -152,8 +152,8 @@ def test_a_write_that_the_system_refuses_is_the_error_of_every_rank(tmp_path: Pa
     for errors in raised:
         assert "iteration 2 could not be written: rank 0" in errors[1]
         assert "File too large" in errors[1]
-        assert "The latest whole one is that of iteration 1" in errors[1]
-    assert CheckpointDirectory(tmp_path).newest_whole() == CheckpointDirectory(tmp_path).latest() == 1
+        assert "The latest checkpoint is that of iteration 1" in errors[1]
+    assert CheckpointDirectory(tmp_path).newest_intact() == CheckpointDirectory(tmp_path).latest() == 1
 
 
 def save_with_writer_killed(config, root: Path) -> list[str]:
@@ -179,9 +179,9 @@ def test_a_writer_that_is_killed_is_an_error_and_not_waited_for(tmp_path: Path) 
     raised = run_on_ranks(2, save_with_writer_killed, save_config(), tmp_path, timeout_seconds=100)
     assert [errors[0] for errors in raised] == ["", ""]
     assert all("iteration 2 could not be written: rank 1" in errors[1] for errors in raised)
-    assert all("The latest whole one is that of iteration 1" in errors[1] for errors in raised)
+    assert all("The latest checkpoint is that of iteration 1" in errors[1] for errors in raised)
     # The next save is as any other.
     assert [errors[2] for errors in raised] == ["", ""]
     directory = CheckpointDirectory(tmp_path)
     assert directory.iterations() == [1, 3]
-    assert directory.newest_whole() == directory.latest() == 3
+    assert directory.newest_intact() == directory.latest() == 3

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_fp8.checkpoint.index import read_index
 from megatron_fp8.checkpoint.plain_index import read_plain_index
-from megatron_fp8.checkpoint.whole_tensors import TensorReader
+from megatron_fp8.checkpoint.tensor_files import TensorReader
 from tests.checkpoint.training import STEPS, checkpoint_config, train_on_this_rank
 from tests.ranks import run_on_ranks
 
@@ -79,7 +78,10 @@ def test_the_index_names_nothing_but_torch_s_own(written: Path) -> None:
 
 def test_torch_s_own_loader_reads_every_tensor(written: Path) -> None:
     ours = TensorReader(written)
-    theirs = {name: torch.empty(stored.shape, dtype=stored.dtype) for name, stored in read_index(written).items()}
+    theirs = {
+        name: torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        for name, stored in read_plain_index(written).items()
+    }
     dcp.load(theirs, storage_reader=dcp.FileSystemReader(written), no_dist=True)
     assert [name for name, tensor in theirs.items() if not torch.equal(tensor, ours.read(name))] == []
 
@@ -90,8 +92,8 @@ def load_with_megatron(directory: Path) -> dict[str, torch.Tensor]:
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
     wanted = {
-        name: ShardedTensor.from_rank_offsets(name, torch.empty(stored.shape, dtype=stored.dtype))
-        for name, stored in read_index(directory).items()
+        name: ShardedTensor.from_rank_offsets(name, torch.empty(stored.shape, dtype=getattr(torch, stored.dtype)))
+        for name, stored in read_plain_index(directory).items()
         if name.startswith("master.")
     }
     return TorchDistLoadShardedStrategy().load(wanted, directory)

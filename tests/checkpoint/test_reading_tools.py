@@ -11,10 +11,10 @@ from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import Manifest, write_sums
 from megatron_fp8.checkpoint.saved_model import kept_checkpoint
 from megatron_fp8.commands import checkpoint as checkpoint_tool
+from megatron_fp8.commands import evaluate, generate, lm_eval
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.faults import report
 from megatron_fp8.hf import export
-from tools import evaluate, generate, lm_eval
 
 # Of each tool: its arguments beside the run, and what looks into the checkpoint or needs what it lacks.
 MODEL_TOOLS = {
@@ -79,7 +79,7 @@ def test_a_checkpoint_stays_while_it_is_looked_at(run: Run, command: str, monkey
         raise Worked
 
     name, _, one = command.partition(" ")
-    monkeypatch.setattr(checkpoint_tool, "read_plain_index" if name == "inspect" else "damage", look)
+    monkeypatch.setattr(checkpoint_tool, "read_plain_index" if name == "inspect" else "find_corruption", look)
     monkeypatch.setattr("megatron_fp8.checkpoint.difference.differences", look)
     path = str(run.directory.path(10) if one else run.path)
     with pytest.raises(Worked):

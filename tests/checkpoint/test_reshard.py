@@ -136,7 +136,7 @@ def require_carried_over(
     assert [name for name, value in scales.items() if not torch.equal(value, loaded_scales[name])] == []
     size = first.training.global_batch_size
     assert read_samples(resumed) == set(range(STEPS_BEFORE * size, STEPS * size))
-    assert all("random streams of dropout start anew" in note for rank in resumed for note in rank.notes)
+    assert all("random streams of dropout start from scratch" in note for rank in resumed for note in rank.notes)
     assert all(len(rank.notes) == 1 for rank in resumed)
     for one, other in zip(straight[0].series(after=STEPS_BEFORE), resumed[0].series(), strict=True):
         assert one["event"] == other["event"]
@@ -197,8 +197,8 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_names_that_do_not_fit(t
     saved = tmp_path / f"iter_{STEPS_BEFORE:07d}"
     for model, text in (
         ({"hidden_size": 32}, r"master\.final_norm\.weight has shape \[64\], this model's is \[32\]"),
-        ({"add_bias_linear": True}, r"master\.layers\..*bias is not there"),
+        ({"add_bias_linear": True}, r"master\.layers\..*bias is missing"),
     ):
-        with pytest.raises(RankError, match="is a checkpoint of another model") as caught:
+        with pytest.raises(RankError, match="belongs to another model") as caught:
             train("one", make_config("one", {"mode": "fp32"}, model), None, saved)
         assert re.search(text, str(caught.value))

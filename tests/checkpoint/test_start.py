@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from megatron_fp8.checkpoint.directory import TRACKER, CheckpointDirectory
-from megatron_fp8.checkpoint.manifest import damage, read_manifest, write_manifest
-from megatron_fp8.checkpoint.start import choose_start
+from megatron_fp8.checkpoint.manifest import find_corruption, read_manifest, write_manifest
+from megatron_fp8.checkpoint.resume import choose_start
+from megatron_fp8.commands.train import Command, parse_command_line
 from megatron_fp8.config.check import DataReport
-from megatron_fp8.config.cli import Command, parse_command_line
-from megatron_fp8.config.dump import dump_config
-from megatron_fp8.config.length import samples_needed
+from megatron_fp8.config.load import dump_config
 from megatron_fp8.config.problem import ConfigError
+from megatron_fp8.config.run_start import Position, Start, samples_needed
 from megatron_fp8.config.schema import Config
-from megatron_fp8.config.start import Position, Start
 from megatron_fp8.errors import BadInputError
 from tests.checkpoint.training import checkpoint_config, save_on_this_rank
 from tests.ranks import run_on_ranks
@@ -89,16 +88,16 @@ def test_a_file_that_is_missing_or_short_is_named_with_what_to_use_instead(runs:
         assert "--resume=auto" in text
     start = choose_start(make_config(runs), "auto")
     assert start.checkpoint == checkpoints(runs).path(2)
-    assert any("taking iteration 2" in note for note in start.notes)
+    assert any("using iteration 2" in note for note in start.notes)
 
 
-def whole_starts(config: Config, starts: list[Start]) -> list[Any]:
-    from megatron_fp8.checkpoint.together import whole_start
+def verified_starts(config: Config, starts: list[Start]) -> list[Any]:
+    from megatron_fp8.checkpoint.rank_io import verified_start
 
     results: list[Any] = []
     for start in starts:
         try:
-            results.append(whole_start(start, config))
+            results.append(verified_start(start, config))
         except BadInputError as error:
             results.append(str(error))
     return results
@@ -123,15 +122,15 @@ def test_a_flipped_bit_in_any_file_is_found_by_all_ranks_together(runs: Path, tm
     shutil.copytree(paths[0].parent, other)
     refused.append(choose_start(make_config(tmp_path, load=str(other)), None))
     paths.append(other / paths[0].name)
-    for results in run_on_ranks(2, whole_starts, make_config(runs), refused + taken):
+    for results in run_on_ranks(2, verified_starts, make_config(runs), refused + taken):
         for path, text in zip(paths, results[: len(refused)], strict=True):
-            assert f"{path} is not what was written" in text
+            assert f"{path} is corrupt: its SHA-256 differs" in text
         assert all("checkpoint.ckpt_step=2, or --resume=auto" in text for text in results[: len(refused) - 1])
         for path, (start, notes) in zip(paths, results[len(refused) :], strict=False):
             assert start.checkpoint == path.parent.parent / "iter_0000002"
             assert len(notes) == 1
-            assert f"{path} is not what was written" in notes[0]
-            assert "taking iteration 2 instead" in notes[0]
+            assert f"{path} is corrupt: its SHA-256 differs" in notes[0]
+            assert "using iteration 2 instead" in notes[0]
 
 
 def test_every_bit_of_a_manifest_counts(runs: Path) -> None:
@@ -140,7 +139,7 @@ def test_every_bit_of_a_manifest_counts(runs: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert '"consumed_samples": 24' in text
     path.write_text(text.replace('"consumed_samples": 24', '"consumed_samples": 25'), encoding="utf-8")
-    (problem,) = damage(path.parent)
+    (problem,) = find_corruption(path.parent)
     assert "SHA-256" in problem
 
 
@@ -157,7 +156,7 @@ def test_a_tracker_that_is_wrong_is_refused_and_auto_does_without(runs: Path, te
     assert "checkpoint.ckpt_step=3" in message
     start = choose_start(make_config(runs), "auto")
     assert start.checkpoint == checkpoints(runs).path(3)
-    assert any("taking iteration 3" in note for note in start.notes)
+    assert any("using iteration 3" in note for note in start.notes)
 
 
 def test_a_missing_tracker_is_refused_and_auto_does_without(runs: Path) -> None:
@@ -187,14 +186,14 @@ def test_a_checkpoint_is_loaded_from_any_path_that_means_it(runs: Path, inside: 
 def test_a_path_without_a_checkpoint_is_never_a_fresh_start(runs: Path, inside: str) -> None:
     text = refusal(make_config(runs, load=str(runs / inside)))
     assert "checkpoint.load" in text
-    assert "initial weights" in text
+    assert "start from scratch" in text
 
 
 def test_resuming_without_a_checkpoint_is_refused_unless_it_is_auto(tmp_path: Path) -> None:
     assert "never starts from initial weights" in refusal(make_config(tmp_path), "latest")
     start = choose_start(make_config(tmp_path), "auto")
     assert (start.checkpoint, start.run_directory) == (None, None)
-    assert "starting from the initial weights" in start.notes[0]
+    assert "starting from initial weights" in start.notes[0]
 
 
 def test_resuming_goes_on_in_the_runs_own_directory(runs: Path) -> None:
@@ -205,7 +204,7 @@ def test_resuming_goes_on_in_the_runs_own_directory(runs: Path) -> None:
 
 def test_mistakes_that_name_no_checkpoint_are_refused(runs: Path) -> None:
     assert "one of the two" in refusal(make_config(runs, load=str(runs / "small")), "latest")
-    assert "nothing to load" in refusal(make_config(runs, ckpt_step=2))
+    assert "so nothing is loaded" in refusal(make_config(runs, ckpt_step=2))
     for iteration in (1, 2, 3):
         (checkpoints(runs).path(iteration) / ".metadata").unlink()
     assert "every checkpoint" in refusal(make_config(runs), "auto")
@@ -217,9 +216,7 @@ def command(config: Config, runs: Path, *arguments: str) -> Command:
     return parse_command_line(
         [str(path), *arguments],
         {},
-        lambda config: DataReport(vocab_size=VOCAB_SIZE, problems=()),
-        choose_start,
-        lambda loaded, world_size: "",
+        check_data=lambda config: DataReport(vocab_size=VOCAB_SIZE, problems=()),
     )
 
 
@@ -338,5 +335,5 @@ def test_the_manifest_says_what_made_the_checkpoint(runs: Path) -> None:
 def test_a_config_that_is_none_makes_a_checkpoint_damaged(runs: Path, text: str) -> None:
     path = checkpoints(runs).path(3)
     write_manifest(path, replace(read_manifest(path), config=text))
-    assert "the checkpoint is damaged" in refusal(make_config(runs), "latest")
+    assert "the checkpoint is corrupt" in refusal(make_config(runs), "latest")
     assert choose_start(make_config(runs), "auto").checkpoint == checkpoints(runs).path(2)

@@ -59,5 +59,5 @@ def test_unknown_entries_are_named_and_masters_of_another_model_refused(tmp_path
     for none, noted, refused in run_on_ranks(2, load_each, config, tmp_path):
         assert none == []
         (note,) = noted
-        assert f"leaves out: {', '.join(sorted(UNKNOWN))}" in note
-        assert f"of another model: this one has no {FOREIGN}" in refused
+        assert f"are not loaded: {', '.join(sorted(UNKNOWN))}" in note
+        assert f"belongs to another model: this one has no {FOREIGN}" in refused

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8.config.length import samples_needed
+from megatron_fp8.config.run_start import Position, samples_needed
 from megatron_fp8.config.schema import Config
-from megatron_fp8.config.start import Position
 from tests.small_run import VOCAB_SIZE, small_config
 
 STEPS_BEFORE, STEPS = 3, 6

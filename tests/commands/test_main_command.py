@@ -6,14 +6,17 @@ import ast
 import runpy
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from megatron_fp8 import __version__
 from megatron_fp8.commands import main as dispatcher
 from megatron_fp8.commands.main import COMMANDS, Command, main
-from megatron_fp8.extras import missing_extra
+from megatron_fp8.extras import MODULES, missing_extra
 from tests.command_line import exit_code
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +89,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(dispatcher, "import_module", not_there)
     assert exit_code(main, "broken") == 2
     assert (
-        "broken: pyarrow.parquet is not installed\n    use: pip install megatron-fp8[data]" in capsys.readouterr().err
+        "broken: pyarrow.parquet is not installed\n    use: pip install 'megatron-fp8[data]'" in capsys.readouterr().err
     )
 
 
@@ -98,3 +101,19 @@ def test_another_missing_module_is_an_error_of_the_program(monkeypatch: pytest.M
     with pytest.raises(ModuleNotFoundError):
         main(["checkpoint"])
     assert missing_extra(ModuleNotFoundError(name=None)) is None
+
+
+def test_the_modules_of_extras_are_those_of_pyproject() -> None:
+    """Both ways: what an extra installs is named, and what is named, that extra installs."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {
+        extra: {canonicalize_name(Requirement(text).name) for text in project["optional-dependencies"][extra]}
+        for extra in MODULES
+    }
+    owners = {module: {canonicalize_name(name) for name in names} for module, names in packages_distributions().items()}
+    for extra, modules in MODULES.items():
+        for module in modules:
+            assert owners[module] & extras[extra], f"[{extra}] does not install {module}"
+    known = {name for modules in MODULES.values() for module in modules for name in owners[module]}
+    assert set().union(*extras.values()) <= known

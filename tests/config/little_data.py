@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_fp8.data.token_file import TokenFileWriter
-from megatron_fp8.data.tokenizer import train_bpe
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter
+from megatron_fp8.prepare.train_tokenizer import train_bpe
 
 END_OF_DOCUMENT = 256
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from config_samples import load_small, write
 
-from megatron_fp8.config.dump import dump_config
-from megatron_fp8.config.load import LoadedConfig, load_config
+from megatron_fp8.config.config_warnings import config_warnings
+from megatron_fp8.config.load import LoadedConfig, dump_config, load_config
 from megatron_fp8.config.problem import ConfigError
-from megatron_fp8.config.warn import config_warnings
 
 # As `accelerate config` writes it, its launch keys included.
 WRITTEN_BY_ACCELERATE = """\

@@ -8,14 +8,14 @@ import pytest
 from config_samples import VOCAB_SIZE, load_small
 
 from megatron_fp8.config.check import check_config
-from megatron_fp8.config.continuation import compare_with_saved
 from megatron_fp8.config.determinism import KEY, SWITCHES, run_variables, undone_by_job
-from megatron_fp8.config.dump import dump_config
 from megatron_fp8.config.layout import derive_layout
+from megatron_fp8.config.load import dump_config
 from megatron_fp8.config.problem import Problem
+from megatron_fp8.config.resume_check import compare_with_saved
 from megatron_fp8.planner.gpus import DEFAULT_GPU, GPUS
 from megatron_fp8.planner.plan import make_plan
-from megatron_fp8.planner.report import plan_text
+from megatron_fp8.planner.plan_report import plan_json, plan_text
 
 ON = f"{KEY}=true"
 
@@ -85,14 +85,14 @@ LONG = ("model.seq_length=16384", "data.reset_attention_mask=true")
 @pytest.mark.parametrize(
     ("gpu", "overrides", "said", "unsaid"),
     [
-        (DEFAULT_GPU, (ON,), "NCCL by its ring alone", "unfused"),
+        (DEFAULT_GPU, (ON,), "NCCL's ring algorithm only", "unfused"),
         (DEFAULT_GPU, (), "", "deterministic"),
-        (DEFAULT_GPU, (ON, *LONG), "documents kept apart would not fit", "on the H100"),
+        (DEFAULT_GPU, (ON, *LONG), "masking between documents would not fit", "on the H100"),
         (DEFAULT_GPU, (ON, LONG[0]), "not measured", "unfused"),
         ("b200-180g", (ON, *LONG), "not measured", "unfused"),
         ("a100-40g", (ON,), "no deterministic backward pass for attention on the A100 SXM 40 GB", "does not fit"),
         ("a100-40g", (ON, "precision.mode=fp32"), "not measured", "flash-attn"),
-        ("cpu", (ON,), "on CPUs every run is", "NCCL"),
+        ("cpu", (ON,), "every CPU run is", "NCCL"),
     ],
 )
 def test_a_plan_says_what_it_changes(
@@ -103,4 +103,4 @@ def test_a_plan_says_what_it_changes(
     text = " ".join(plan_text(plan).split())
     assert said in text
     assert unsaid not in text
-    assert bool(plan.as_json()["deterministic"]) == (ON in overrides)
+    assert bool(plan_json(plan)["deterministic"]) == (ON in overrides)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8.config.check import check_config
+from megatron_fp8.config.config_warnings import idle_keys
 from megatron_fp8.config.facts import Facts
-from megatron_fp8.config.idle import idle_keys
 from megatron_fp8.config.load import load_config
-from megatron_fp8.config.rules_faults import check_faults
+from megatron_fp8.config.rules_run import check_faults
 from tests.config.config_samples import SMALL, VOCAB_SIZE, write
 from tests.small_run import small_config
 

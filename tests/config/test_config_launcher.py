@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8.config.launcher import foreign_tasks
+from megatron_fp8.config.environment import foreign_tasks
 from tests.e2e.launch import pretrain
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_RANK": "3"}

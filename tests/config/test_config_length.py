@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 from config_samples import SMALL, VOCAB_SIZE, load_small, write
 
+from megatron_fp8.commands.train import Command, parse_command_line
 from megatron_fp8.config.check import DataReport, check_config
-from megatron_fp8.config.cli import Command, parse_command_line
-from megatron_fp8.config.continuation import compare_with_saved
-from megatron_fp8.config.dump import dump_config
-from megatron_fp8.config.length import resolve_length
-from megatron_fp8.config.load import load_config
+from megatron_fp8.config.load import dump_config, load_config
 from megatron_fp8.config.problem import Problem
-from megatron_fp8.config.start import Position, Start
+from megatron_fp8.config.resume_check import compare_with_saved
+from megatron_fp8.config.run_start import Position, resolve_length
 
 NO_ITERS = "training.train_iters=0"
 
@@ -78,9 +76,7 @@ def command_of(path: Path, *overrides: str, epoch_samples: int) -> Command:
     return parse_command_line(
         [str(path), *overrides],
         {},
-        lambda config: report,
-        lambda config, resume, holds: Start(),
-        lambda loaded, size: ("", []),
+        check_data=lambda config: report,
     )
 
 

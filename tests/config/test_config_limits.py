@@ -12,18 +12,17 @@ from config_samples import VOCAB_SIZE, load_small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_fp8.commands.train_options import describe_world_sizes, summarize
 from megatron_fp8.config.check import check_config, fitting_world_sizes
-from megatron_fp8.config.dump import dump_config
+from megatron_fp8.config.config_warnings import config_warnings
 from megatron_fp8.config.facts import Facts
 from megatron_fp8.config.fields import FieldSpec, config_fields
 from megatron_fp8.config.layout import derive_layout
-from megatron_fp8.config.load import load_config
+from megatron_fp8.config.load import dump_config, load_config
 from megatron_fp8.config.problem import ConfigError
-from megatron_fp8.config.summary import describe_world_sizes, summarize
-from megatron_fp8.config.warn import config_warnings
 from megatron_fp8.planner.gpus import DEFAULT_GPU, GPUS
 from megatron_fp8.planner.plan import make_plan
-from megatron_fp8.planner.report import plan_text
+from megatron_fp8.planner.plan_report import plan_text
 
 MOST_CPU_SECONDS = 3.0
 NUMBERS = {key: spec for key, spec in config_fields().items() if spec.kind in ("int", "float")}

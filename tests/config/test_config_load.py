@@ -137,7 +137,7 @@ def test_a_choice_names_the_nearest_one(tmp_path: Path) -> None:
         ("model.hiden_size", "model.hidden_size"),
         ("model.lr", "optimizer.lr"),
         ("num_layers", "model.num_layers"),
-        ("optimizer.lr", "optimizer.lr"),
+        ("optimiser.lr", "optimizer.lr"),
         ("parallel.tensor-model-parallel-size", "parallel.tensor_model_parallel_size"),
         ("optimizer.learning_rate", "optimizer.lr"),
         ("training.batch_size", "training.micro_batch_size"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_fp8.config.facts import Facts
-from megatron_fp8.config.rules_logging import check_logging, login_problem
+from megatron_fp8.config.rules_run import check_logging, login_problem
 from tests.small_run import small_config
 
 KEY = "0" * 40

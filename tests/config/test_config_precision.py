@@ -9,11 +9,11 @@ import pytest
 from config_samples import VOCAB_SIZE, load_small
 
 from megatron_fp8.config.check import check_config
-from megatron_fp8.config.formats import describe_formats, layers_in_bf16, linear_layers_in_fp8, resolved_fp8_format
+from megatron_fp8.config.config_warnings import config_warnings
+from megatron_fp8.config.fp8_formats import describe_formats, layers_in_bf16, linear_layers_in_fp8, resolved_fp8_format
 from megatron_fp8.config.layout import derive_layout
-from megatron_fp8.config.precision import PrecisionConfig
 from megatron_fp8.config.problem import ConfigError
-from megatron_fp8.config.warn import config_warnings
+from megatron_fp8.config.schema_model import PrecisionConfig
 
 FP8, MXFP8 = "mode=fp8", "fp8_recipe=mxfp8"
 FIRST_LAST = "first_last_layers_bf16=true"

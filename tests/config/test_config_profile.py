@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megatron_fp8.config.check import check_config
+from megatron_fp8.config.config_warnings import idle_keys
 from megatron_fp8.config.facts import Facts
-from megatron_fp8.config.idle import idle_keys
 from megatron_fp8.config.load import load_config
-from megatron_fp8.config.rules_profile import check_profile
+from megatron_fp8.config.rules_run import check_profile
 from tests.config.config_samples import SMALL, VOCAB_SIZE, write
 from tests.small_run import small_config
 

@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fp8.config.check import all_findings, check_config, fitting_world_sizes
-from megatron_fp8.config.dump import dump_config
+from megatron_fp8.config.config_warnings import config_warnings
 from megatron_fp8.config.facts import WORLD_SIZE, Facts, to_problem
 from megatron_fp8.config.fields import FieldSpec, config_fields
-from megatron_fp8.config.load import load_config
+from megatron_fp8.config.load import dump_config, load_config
 from megatron_fp8.config.problem import ConfigError
 from megatron_fp8.config.schema import Config
-from megatron_fp8.config.warn import config_warnings
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 # `key=value` or `N ranks`, and the keys that have to change with it.

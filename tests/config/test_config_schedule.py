@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron_fp8.config.continuation import compare_with_saved
-from megatron_fp8.config.dump import dump_config
-from megatron_fp8.config.learning_rate import learning_rate
+from megatron_fp8.config.load import dump_config
+from megatron_fp8.config.resume_check import compare_with_saved
+from megatron_fp8.config.rules_optimizer import learning_rate
+from megatron_fp8.config.run_start import Position
 from megatron_fp8.config.schema import Config
-from megatron_fp8.config.start import Position
 from tests.small_run import small_config
 
 WSD: dict[str, Any] = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 10}

@@ -15,7 +15,7 @@ from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.load import load_config
 from megatron_fp8.planner.gpus import GPUS
 from megatron_fp8.planner.memory import stage_memories
-from megatron_fp8.planner.schedule import bubble_share
+from megatron_fp8.planner.pipeline import bubble_share
 from tests.e2e.launch import PRETRAIN, ROOT, pretrain, run
 
 H100 = GPUS["h100-80g"]

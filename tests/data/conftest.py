@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8.data.tokenizer import END_OF_DOCUMENT, Tokenizer, train_bpe
-from megatron_fp8.data.vocab.json_byte_pairs import LETTER_OF_BYTE
+from megatron_fp8.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+from megatron_fp8.prepare.train_tokenizer import train_bpe
 
+# GPT-2's letter for each byte: printable ones stand for themselves, the others for letters from 256 on.
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
+BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 TEXTS = [
     "def add(first, second):\n    return first + second\n",
     "The quick brown fox jumps over the lazy dog.\n" * 3,
@@ -42,11 +46,10 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
 def ranks(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The byte-level BPE of the other tests as a file of ranks: its ids, less that of `<|endoftext|>`, are ranks."""
     vocabulary = json.loads(Path(tokenizer.path).read_text(encoding="utf-8"))["model"]["vocab"]
-    letters = {letter: byte for byte, letter in LETTER_OF_BYTE.items()}
     path = tmp_path_factory.mktemp("ranks") / "own.tiktoken"
     with path.open("wb") as stream:
         for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
             if token != END_OF_DOCUMENT:
-                content = bytes(letters[letter] for letter in token)
+                content = bytes(BYTE_OF_LETTER[letter] for letter in token)
                 stream.write(base64.b64encode(content) + f" {number - 1}\n".encode())
     return path

@@ -24,15 +24,15 @@ def test_prefixes_and_weights(entries: list[str], blend: Blend) -> None:
     ("entries", "reason"),
     [
         ([], "no data path"),
-        (["0.7", "data/a", "data/b"], "0.7 is a number where a path belongs"),
-        (["0.7", "data/a", "data/b", "0.3"], "is a number where a path belongs"),
-        (["data/a", "0.7", "data/b", "0.3"], "is a number where a path belongs"),
+        (["0.7", "data/a", "data/b"], "0.7 is a number where a path is expected"),
+        (["0.7", "data/a", "data/b", "0.3"], "is a number where a path is expected"),
+        (["data/a", "0.7", "data/b", "0.3"], "is a number where a path is expected"),
         (["-1", "data/a", "1", "data/b"], "the weight of data/a is -1.0"),
         (["0", "data/a", "1", "data/b"], "the weight of data/a is 0.0"),
         (["nan", "data/a", "1", "data/b"], "the weight of data/a is nan"),
         (["inf", "data/a", "1", "data/b"], "the weight of data/a is inf"),
         (["data/a.bin"], "names one file of the pair"),
-        (["data/a", "data/a"], "named more than once"),
+        (["data/a", "data/a"], "listed more than once"),
     ],
 )
 def test_lists_without_meaning_are_refused(entries: list[str], reason: str) -> None:

@@ -1,14 +1,14 @@
-"""A config's tokenizer of any kind is looked at before a run; what is wrong names its key."""
+"""A config's tokenizer of any kind is checked before a run; what is wrong names its key."""
 
 import pytest
 
 from megatron_fp8.config.schema import Config
-from megatron_fp8.data.check import check_data
+from megatron_fp8.data.check_data import check_data
 from megatron_fp8.data.tokenizer import Tokenizer
 
 
 def config_of(**data: str | None) -> Config:
-    """A config with no token files to look at."""
+    """A config with no token files."""
     sections = {
         "run": {"name": "test"},
         "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8},
@@ -26,12 +26,12 @@ def test_a_tokenizer_without_a_file_has_a_size() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("eod_token", "</doc>", "has no token </doc>"),
+        ("eod_token", "</doc>", "has no end-of-document token </doc>"),
         ("tokenizer_model", "nowhere.json", "does not exist"),
-        ("tokenizer_type", "ByteLevelTokenizer", "needs no file"),
+        ("tokenizer_type", "ByteLevelTokenizer", "takes no file"),
     ],
 )
-def test_the_key_to_blame_is_named(key: str, value: str, reason: str, tokenizer: Tokenizer) -> None:
+def test_the_key_at_fault_is_named(key: str, value: str, reason: str, tokenizer: Tokenizer) -> None:
     problems = check_data(config_of(**{"tokenizer_model": tokenizer.path, key: value})).problems
     (problem,) = [problem for problem in problems if reason in problem.reason]
     assert problem.key == ("data.tokenizer_model" if key == "tokenizer_type" else f"data.{key}")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8.data.corpus import CorpusError, Document, read_corpus
+from megatron_fp8.prepare.quickstart import CorpusError, Document, read_corpus
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""tools/data.py as a person calls it: what it prints, and its exit codes."""
+"""tools/data.py from the command line: what it prints, and its exit codes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,19 @@ import pytest
 from token_file_reference import decode_token_file
 
 from megatron_fp8.config.load import load_config
-from megatron_fp8.data.look import PlaceError, document_piece, numbers_of, position_piece, sample_pieces
-from megatron_fp8.data.splits import train_blend
-from megatron_fp8.data.token_file import HEADER, TokenFileWriter
+from megatron_fp8.data.blend import train_blend
+from megatron_fp8.data.token_file import HEADER
 from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.device import prepare
+from megatron_fp8.prepare.inspect_tokens import (
+    PositionError,
+    document_piece,
+    position_piece,
+    sample_pieces,
+    statistics_of,
+)
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter
+from tests.command_line import exit_code
 from tools.data import main
 
 TEXTS = ["The quick brown fox jumps over the lazy dog.\n", "for index in range(10):\n", "def add(first, second):\n"]
@@ -44,16 +52,16 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
     """(exit code, standard output, standard error) of the tool."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
-        code = main([str(argument) for argument in arguments])
+        code = exit_code(main, *arguments)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
     return run
 
 
-def test_numbers_of_a_file(prefix: str) -> None:
+def test_statistics_of_a_file(prefix: str) -> None:
     lengths = sorted(map(len, decode_token_file(prefix)))
-    numbers = numbers_of(prefix)
+    numbers = statistics_of(prefix)
     assert (numbers.num_documents, numbers.num_tokens, numbers.num_empty) == (60, sum(lengths), 1)
     assert numbers.longest == lengths[-1]
     assert numbers.quantiles[2] == lengths[29]
@@ -71,10 +79,10 @@ def test_inspect(prefix: str, call: Call) -> None:
 
 
 def test_a_prefix_that_is_meant_otherwise_is_named(prefix: str, call: Call) -> None:
-    assert call("inspect", f"{prefix}.bin")[2].endswith(f"a prefix has no suffix: {prefix}\n")
+    assert call("inspect", f"{prefix}.bin")[2].endswith(f"give the prefix without its suffix: {prefix}\n")
     call("merge", prefix, "--output-prefix", f"{prefix}-o_text_document")
     code, _, error = call("inspect", f"{prefix}-o")
-    assert (code, error.endswith(f"there is {prefix}-o_text_document\n")) == (2, True)
+    assert (code, error.endswith(f"did you mean {prefix}-o_text_document?\n")) == (2, True)
 
 
 def test_ranks_are_read_with_their_pattern(prefix: str, tmp_path: Path, call: Call) -> None:
@@ -104,7 +112,7 @@ def test_every_place_of_a_file(prefix: str) -> None:
         lambda: document_piece(prefix, 60, 0, 1),
         lambda: document_piece(prefix, 0, len(documents[0]), 1),
     ):
-        with pytest.raises(PlaceError, match="there is no"):
+        with pytest.raises(PositionError, match="has no"):
             wrong()
 
 
@@ -152,7 +160,7 @@ def test_a_runs_sample_is_what_the_run_reads(prefix: str, tokenizer: Tokenizer, 
 def test_verify(prefix: str, tokenizer: Tokenizer, call: Call) -> None:
     code, output, _ = call("verify", prefix, "--tokenizer-model", tokenizer.path)
     assert code == 0
-    assert "whole: 60 documents" in output
+    assert "valid: 60 documents" in output
     largest = max(max(document, default=0) for document in decode_token_file(prefix))
     code, output, _ = call("verify", prefix, "--vocab-size", largest)
     assert code == 1
@@ -161,7 +169,7 @@ def test_verify(prefix: str, tokenizer: Tokenizer, call: Call) -> None:
     Path(f"{prefix}.bin").write_bytes(Path(f"{prefix}.bin").read_bytes()[:-2])
     code, output, _ = call("verify", prefix)
     assert code == 1
-    assert "cut off" in output
+    assert "truncated" in output
     assert call("verify", f"{prefix}-none")[0] == 2
 
 
@@ -196,7 +204,7 @@ def test_a_damaged_length_is_said(prefix: str, call: Call) -> None:
     struct.pack_into("<i", content, HEADER.size, -5)
     Path(f"{prefix}.idx").write_bytes(content)
     code, _, error = call("sample", prefix, "--document", 0)
-    assert (code, "has -5 tokens: its index is damaged" in error) == (2, True)
+    assert (code, "has -5 tokens: its index is corrupt" in error) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +213,7 @@ def test_a_damaged_length_is_said(prefix: str, call: Call) -> None:
         ("--split", "a", "not one to three numbers"),
         ("--split", "1,999", "would get none of the 60 documents"),
         ("--documents", "x", "not one to three numbers"),
-        ("--documents", "61", "the file has 60"),
+        ("--documents", "61", "but the file has 60"),
     ],
 )
 def test_meaningless_shares_are_refused(option: str, value: str, reason: str, prefix: str, call: Call) -> None:
@@ -224,7 +232,7 @@ def test_the_tool_needs_no_torch(prefix: str, tokenizer: Tokenizer, tmp_path: Pa
         "import sys\n"
         "for name in ('torch', 'transformer_engine', 'megatron.core'): sys.modules[name] = None\n"
         "from tools.data import main\n"
-        f"assert main(['verify', {prefix!r}]) == 0\n"
+        f"main(['verify', {prefix!r}])\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -233,7 +241,7 @@ def test_the_tool_needs_no_torch(prefix: str, tokenizer: Tokenizer, tmp_path: Pa
         "import sys\n"
         "for name in ('torch', 'transformer_engine'): sys.modules[name] = None\n"
         "from tools.data import main\n"
-        f"assert main(['sample', {str(config)!r}, '--sample', '5']) == 0\n"
+        f"main(['sample', {str(config)!r}, '--sample', '5'])\n"
         "assert 'megatron.core' not in sys.modules\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -245,7 +253,7 @@ def test_all_that_is_missing_is_named_at_once(prefix: str, tmp_path: Path, capsy
     commands = (["inspect", prefix, *absent], ["verify", prefix, *absent], ["merge", prefix, *absent])
     for command in commands:
         output = ["--output-prefix", str(tmp_path / "out")] if command[0] == "merge" else []
-        assert main([*command, *output]) == 2
+        assert exit_code(main, *command, *output) == 2
         printed = capsys.readouterr()
         assert all(name in printed.err for name in absent), command
         assert ("documents" in printed.out) == (command[0] == "inspect")

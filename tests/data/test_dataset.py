@@ -13,10 +13,11 @@ from token_file_reference import decode_token_file
 
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data import index_cache
-from megatron_fp8.data.token_file import TokenFileError, TokenFileWriter
+from megatron_fp8.data.token_file import TokenFileError
 from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.device import prepare
 from megatron_fp8.errors import BadInputError
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 from tests.ranks import run_on_ranks
 
 prepare()  # Megatron Core is imported below

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_fp8.config.schema import DataConfig
-from megatron_fp8.data.document_ends import check_document_ends
-from megatron_fp8.data.token_file import TokenFileWriter
+from megatron_fp8.data.validate_tokens import check_document_ends
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 
 EOD = 9
 
@@ -28,13 +28,13 @@ def test_a_file_without_ends_is_refused_where_they_matter(key: str, tmp_path: Pa
     ended = write(tmp_path / "ended", [[1, 2], [], [3, EOD]])
     (problem,) = check_document_ends(DataConfig(**{key: True}), EOD, [without, ended, without])
     assert (problem.key, problem.value) == (f"data.{key}", True)
-    assert f"of 2 documents of {without} none ends with" in problem.reason
+    assert f"none of 2 documents of {without} ends with" in problem.reason
     assert "--append-eod" in problem.use_instead
     assert f"data.{key}=false" in problem.use_instead
     assert check_document_ends(DataConfig(), EOD, [without]) == []
 
 
-def test_of_many_documents_some_are_looked_at(tmp_path: Path) -> None:
+def test_of_many_documents_some_are_read(tmp_path: Path) -> None:
     documents = [[1, EOD]] + [[1]] * 5000
     assert check_document_ends(DataConfig(eod_mask_loss=True), EOD, [write(tmp_path / "one", documents)]) == []
     (problem,) = check_document_ends(DataConfig(eod_mask_loss=True), EOD, [write(tmp_path / "none", documents[1:])])

@@ -14,8 +14,8 @@ import pytest
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data import index_cache
 from megatron_fp8.data.index_cache import IndexCacheError, Key, build_cached, cache_key
-from megatron_fp8.data.token_file import TokenFileWriter
 from megatron_fp8.data.tokenizer import Tokenizer
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 from tests.ranks import RankError, run_on_ranks
 
 NUM_SAMPLES = 24
@@ -168,7 +168,7 @@ def load_on_rank(root: str) -> str:
     def leave_probe(path: Path, left: list[Path]) -> None:
         raise AssertionError("nothing may be written")
 
-    index_cache._leave_probe = leave_probe  # type: ignore[assignment]
+    index_cache._create_probe = leave_probe  # type: ignore[assignment]
     return str(build_cached(Path(root), lambda: Key("key", {}), build))
 
 

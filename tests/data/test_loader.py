@@ -98,7 +98,7 @@ def test_model_chunks_see_the_same_micro_batches_read_once() -> None:
     assert dataset.read == list(range(16))
 
 
-def test_what_was_only_read_ahead_is_not_consumed() -> None:
+def test_prefetched_batches_are_not_consumed() -> None:
     dataset = NumberedSamples(told=8)
     with make_loader(dataset, BatchSampler(1, 4), num_samples=40, consumed_samples=4) as loader:
         (iterator,) = loader.iterators()
@@ -135,7 +135,7 @@ def test_a_reader_without_a_dataset_is_a_mistake() -> None:
 def test_iterators_are_given_out_once() -> None:
     with make_loader(NumberedSamples(), BatchSampler(2, 8)) as loader:
         loader.iterators()
-        with pytest.raises(RuntimeError, match="already given out"):
+        with pytest.raises(RuntimeError, match="only once"):
             loader.iterators()
 
 

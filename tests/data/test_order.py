@@ -11,9 +11,9 @@ import pytest
 from token_file_reference import decode_token_file
 
 from megatron_fp8.data.order import Order, blend_order, file_order, samples_in
-from megatron_fp8.data.token_file import TokenFileWriter
 from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.device import prepare
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 
 SEQ_LENGTH = 16
 SEED = 1234

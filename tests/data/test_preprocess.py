@@ -11,12 +11,13 @@ from types import ModuleType
 import pytest
 from token_file_reference import decode_token_file
 
-from megatron_fp8.data.encode import BrokenLineError, Settings, TokenizerFile, encode_documents
-from megatron_fp8.data.growing_file import finish
-from megatron_fp8.data.preprocess import NoTextError, Pace, Totals, preprocess
-from megatron_fp8.data.sources.files import find_inputs
 from megatron_fp8.data.tokenizer import Tokenizer
-from megatron_fp8.data.train_tokenizer import _texts
+from megatron_fp8.prepare.encode import BrokenLineError, Settings, TokenizerFile
+from megatron_fp8.prepare.input_files import find_inputs
+from megatron_fp8.prepare.preprocess import Execution, NoTextError, Progress, preprocess
+from megatron_fp8.prepare.token_file_writer import finish
+from megatron_fp8.prepare.train_tokenizer import _evenly_spread_texts
+from tests.command_line import exit_code
 
 TOOLS = Path(__file__).parents[2] / "tools"
 WriteJsonl = Callable[..., Path]
@@ -37,9 +38,9 @@ def settings_of(tokenizer: Tokenizer, **changes: object) -> Settings:
     return Settings(TokenizerFile(tokenizer.path), **values)
 
 
-def run(path: Path, prefix: Path, settings: Settings, num_workers: int = 1, block_bytes: int = 2**20) -> Totals:
+def run(path: Path, prefix: Path, settings: Settings, num_workers: int = 1, block_bytes: int = 2**20) -> Progress:
     files = find_inputs([str(path)], "auto", settings.keys)
-    return preprocess(files, str(prefix), settings, Pace(num_workers), block_bytes)
+    return preprocess(files, str(prefix), settings, Execution(num_workers), block_bytes)
 
 
 def texts(number: int) -> list[str]:
@@ -54,7 +55,6 @@ def test_documents_are_the_texts_encoded(tokenizer: Tokenizer, write_jsonl: Writ
     assert totals.num_documents == 20
     assert totals.num_tokens == sum(map(len, documents))
     assert totals.text_bytes == sum(len(text.encode()) for text in texts(20))
-    assert totals.bytes_per_token == pytest.approx(totals.text_bytes / totals.num_tokens)
 
 
 def test_end_of_document_only_where_asked(tokenizer: Tokenizer, write_jsonl: WriteJsonl, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_empty_documents_and_blank_lines_are_left_out(
     path = write_jsonl([{"text": "one"}, {"text": ""}, {"text": "two"}])
     path.write_text(path.read_text() + "\n  \n", encoding="utf-8")
     totals = run(path, tmp_path / "out", settings_of(tokenizer))
-    assert (totals.num_documents, totals.num_empty, totals.num_broken) == (2, 1, 0)
+    assert (totals.num_documents, totals.by_key["text"].num_empty, totals.num_broken) == (2, 1, 0)
     assert len(decode_token_file(tmp_path / "out_text_document")) == 2
 
 
@@ -103,8 +103,8 @@ BROKEN = {
     "not UTF-8": (b'{"text": "\xff\xfe"}', "not JSON"),
     "not an object": (b'["text"]', "a JSON list, not an object"),
     "no key": (b'{"body": "text", "id": 3}', "no key 'text'; it has ['body', 'id']"),
-    "not a text": (b'{"text": 3}', "'text' holds int, not a text"),
-    "half a surrogate pair": (b'{"text": "\\ud800"}', "is not Unicode text"),
+    "not a text": (b'{"text": 3}', "'text' is int, not text"),
+    "half a surrogate pair": (b'{"text": "\\ud800"}', "is not valid Unicode"),
 }
 
 
@@ -137,8 +137,11 @@ def test_input_without_text_writes_nothing(tokenizer: Tokenizer, write_jsonl: Wr
     ("change", "words"),
     [
         ({"--input": "absent.jsonl"}, ["--input absent.jsonl", "does not exist"]),
-        ({"--input": "nothing*.jsonl"}, ["--input nothing*.jsonl", "fits no file"]),
-        ({"--eod-token": "</doc>"}, ["--eod-token </doc>", "has no token </doc>", "set --eod-token to"]),
+        ({"--input": "nothing*.jsonl"}, ["--input nothing*.jsonl", "no file matches nothing*.jsonl"]),
+        (
+            {"--eod-token": "</doc>"},
+            ["--eod-token </doc>", "has no end-of-document token", "set --eod-token to"],
+        ),
         ({"--train-bpe": "20"}, ["--train-bpe 20", "at least 257"]),
         ({"--tokenizer-model": "absent.json"}, ["--tokenizer-model absent.json", "does not exist"]),
         ({"--output-prefix": "no/such/out"}, ["--output-prefix no/such/out", "no directory no/such"]),
@@ -159,11 +162,7 @@ def test_wrong_arguments_end_with_code_2_and_name_the_flag(
         "--output-prefix": str(tmp_path / "out"),
         "--tokenizer-model": tokenizer.path,
     } | change
-    try:
-        code = load_tool("preprocess_data").main([part for flag in flags.items() for part in flag])
-    except SystemExit as error:
-        code = error.code
-    assert code == 2
+    assert exit_code(load_tool("preprocess_data").main, *(part for flag in flags.items() for part in flag)) == 2
     printed = " ".join(capsys.readouterr().err.split())
     for word in words:
         assert word in printed
@@ -181,21 +180,19 @@ def test_the_tool_writes_and_sums_up(
     }
     arguments = [part for flag in flags.items() for part in flag]
     tool = load_tool("preprocess_data")
-    assert tool.main([*arguments, "--append-eod", "--skip-broken-lines"]) == 0
+    assert exit_code(tool.main, *[*arguments, "--append-eod", "--skip-broken-lines"]) == 0
     assert len(decode_token_file(tmp_path / "out_text_document")) == 2
     printed = capsys.readouterr().out
     assert "--append-eod" not in printed
-    assert tool.main([*arguments, "--skip-broken-lines", "--overwrite"]) == 0
-    assert "note: nothing marks where a document ends" in capsys.readouterr().out
+    assert exit_code(tool.main, *[*arguments, "--skip-broken-lines", "--overwrite"]) == 0
+    assert "warning: documents are not separated" in capsys.readouterr().out
     for part in ("documents 2", "longest document", "empty documents 1", "broken lines 1", "line 2: a JSON list"):
         assert part in printed
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What the program prints when it ends with code 2 before any work."""
-    with pytest.raises(SystemExit) as caught:
-        load_tool("preprocess_data").main(arguments)
-    assert caught.value.code == 2
+    assert exit_code(load_tool("preprocess_data").main, *arguments) == 2
     return " ".join(capsys.readouterr().err.split())
 
 
@@ -220,19 +217,19 @@ def test_finished_files_are_replaced_only_when_asked(
         finish(prefix, dtype)
 
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_fp8.data.preprocess.finish", stop)
-        assert tool.main(arguments) == 130
+        patch.setattr("megatron_fp8.prepare.preprocess.finish", stop)
+        assert exit_code(tool.main, *arguments) == 130
     assert (tmp_path / "out_a_document.idx").exists()
     assert not (tmp_path / "out_b_document.idx").exists()
     # Other work would replace the first; the same work goes on.
     assert f"{prefix}_a_document.bin" in refusal([*arguments, "--append-eod"], capsys)
-    assert tool.main(arguments) == 0
+    assert exit_code(tool.main, *arguments) == 0
     printed = refusal(arguments, capsys)
     assert f"{prefix}_a_document.bin, {prefix}_a_document.idx, {prefix}_b_document.bin" in printed
     assert "--overwrite" in printed
     path.write_text('{"a": "three", "b": "four"}\n')
     assert decode_token_file(tmp_path / "out_a_document") == [tokenizer.encode("one")]
-    assert tool.main([*arguments, "--overwrite"]) == 0
+    assert exit_code(tool.main, *[*arguments, "--overwrite"]) == 0
     assert decode_token_file(tmp_path / "out_a_document") == [tokenizer.encode("three")]
 
 
@@ -246,21 +243,21 @@ def test_gpt2s_two_files_become_a_tokenizer(
     path, prefix = write_jsonl([{"text": text} for text in texts(9)]), tmp_path / "out"
     arguments = ["--input", str(path), "--output-prefix", str(prefix), "--tokenizer-type", "GPT2BPETokenizer"]
     vocabulary = ["--vocab-file", str(tmp_path / "gpt2-vocab.json")]
-    assert "name both" in refusal(arguments, capsys)
-    assert "name both" in refusal([*arguments, *vocabulary], capsys)
+    assert "give both" in refusal(arguments, capsys)
+    assert "give both" in refusal([*arguments, *vocabulary], capsys)
     arguments += [*vocabulary, "--merge-file", str(tmp_path / "gpt2-merges.txt")]
-    assert load_tool("preprocess_data").main(arguments) == 0
-    assert f"{prefix}_tokenizer.json now" in capsys.readouterr().out
+    assert exit_code(load_tool("preprocess_data").main, *arguments) == 0
+    assert f"converted --vocab-file and --merge-file to {prefix}_tokenizer.json" in capsys.readouterr().out
     assert decode_token_file(tmp_path / "out_text_document") == [tokenizer.encode(text) for text in texts(9)]
     assert Tokenizer.load(f"{prefix}_tokenizer.json").eod_id == tokenizer.eod_id
-    assert load_tool("preprocess_data").main([*arguments, "--overwrite"]) == 0
+    assert exit_code(load_tool("preprocess_data").main, *[*arguments, "--overwrite"]) == 0
     other = [*arguments, "--overwrite", "--tokenizer-model", tokenizer.path]
     Path(tokenizer.path).with_name("own.json").write_text("{}")
     assert "exists and is not the tokenizer of" in refusal(
         [*other[:-1], str(Path(tokenizer.path).with_name("own.json"))], capsys
     )
     alone = ["--input", str(path), "--output-prefix", str(tmp_path / "alone"), "--tokenizer-model", vocabulary[1]]
-    assert "--vocab-file and --merge-file make" in refusal(alone, capsys)
+    assert "--vocab-file and --merge-file convert" in refusal(alone, capsys)
 
 
 def test_megatrons_json_of_ranks_is_refused_with_what_to_use(
@@ -274,18 +271,18 @@ def test_megatrons_json_of_ranks_is_refused_with_what_to_use(
     assert ".tiktoken" in printed
 
 
-@pytest.mark.parametrize(("name", "module"), [("preprocess_data", "preprocess_command"), ("data", "look_command")])
-def test_an_interrupt_while_modules_are_loaded_is_told_in_a_line(
+@pytest.mark.parametrize(("name", "module"), [("preprocess_data", "preprocess"), ("data", "data")])
+def test_an_interrupt_while_modules_are_loaded_ends_with_one_line(
     name: str, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Interrupted:
         def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-            if name == f"megatron_fp8.data.{module}":
+            if name == f"megatron_fp8.commands.{module}":
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, f"megatron_fp8.data.{module}", raising=False)
+    monkeypatch.delitem(sys.modules, f"megatron_fp8.commands.{module}", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
-    assert load_tool(name).main(["--help"]) == 130
+    assert exit_code(load_tool(name).main, *["--help"]) == 130
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("interrupted")
@@ -299,21 +296,20 @@ def test_a_tokenizer_is_trained_on_the_inputs_and_then_used(
     flags = ["--input", str(path), "--tokenizer-model", str(tmp_path / "own.json"), "--train-bpe", "280"]
     tool = load_tool("preprocess_data")
     for prefix in ("first", "second"):
-        assert tool.main([*flags, "--output-prefix", str(tmp_path / prefix)]) == 0
+        assert exit_code(tool.main, *[*flags, "--output-prefix", str(tmp_path / prefix)]) == 0
     printed = capsys.readouterr().out
     assert printed.count(f"wrote {tmp_path}/own.json: ") == 1
     assert printed.count("used, not trained again") == 1
-    assert "no more pairs to merge" not in printed
+    assert "too few pairs to merge" not in printed
     few = ["--train-bpe", "9000", "--tokenizer-model", str(tmp_path / "few.json")]
-    assert tool.main([*flags, *few, "--output-prefix", str(tmp_path / "few")]) == 0
-    assert "no more pairs to merge for the 9,000 of --train-bpe" in capsys.readouterr().out
+    assert exit_code(tool.main, *[*flags, *few, "--output-prefix", str(tmp_path / "few")]) == 0
+    assert "too few pairs to merge for --train-bpe 9,000" in capsys.readouterr().out
     tokenizer = Tokenizer.load(tmp_path / "own.json")
     assert 257 < tokenizer.vocab_size <= 280
     expected = [tokenizer.encode("to be or not to be " * 20), tokenizer.encode("that is the question " * 20)]
     for prefix in ("first", "second"):
         assert decode_token_file(tmp_path / f"{prefix}_text_document") == expected
-    with pytest.raises(SystemExit):
-        tool.main([*flags[:-1], "270", "--output-prefix", str(tmp_path / "third")])
+    assert exit_code(tool.main, *flags[:-1], "270", "--output-prefix", tmp_path / "third") == 2
     assert "more than --train-bpe 270" in capsys.readouterr().err
 
 
@@ -323,24 +319,8 @@ def test_training_reads_an_even_share_of_more_text_than_is_wanted(tmp_path: Path
     files = find_inputs([str(tmp_path)], "auto", ["text"])
     settings = Settings(TokenizerFile(None, "ByteLevelTokenizer"))
     total_bytes = sum(file.size_bytes for file in files)
-    assert [text[0] for text in _texts(files, settings, total_bytes, None)] == list("abcdefgh")
-    assert [text[0] for text in _texts(files, settings, total_bytes // 2, None)] == list("abdfh")
-
-
-def test_a_long_text_in_parts_gives_the_tokens_of_the_whole(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatron_fp8.data.encode.LONGEST_PIECE_CHARS", 120)
-    text = "def add(first, second):\n    return first\n\n\n  # Füße 東京\nprint(3)\n" * 40
-    sizes: list[int] = []
-    monkeypatch.setattr(tokenizer, "encode_flat", lambda texts: sizes.extend(map(len, texts)) or encode_flat(texts))
-    encode_flat = Tokenizer.load(tokenizer.path).encode_flat
-    encoded = encode_documents([text, "end"], tokenizer, append_eod=True)
-    assert len(sizes) > 20
-    assert max(sizes) <= 120
-    whole, end = tokenizer.encode(text), tokenizer.encode("end")
-    assert encoded.tokens.tolist() == [*whole, tokenizer.eod_id, *end, tokenizer.eod_id]
-    assert encoded.lengths_tokens == [len(whole) + 1, len(end) + 1]
+    assert [text[0] for text in _evenly_spread_texts(files, settings, total_bytes, None)] == list("abcdefgh")
+    assert [text[0] for text in _evenly_spread_texts(files, settings, total_bytes // 2, None)] == list("abdfh")
 
 
 @pytest.mark.parametrize("name", ["preprocess_data", "prepare_quickstart", "evaluate", "lm_eval", "generate"])

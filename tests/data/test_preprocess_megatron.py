@@ -7,11 +7,11 @@ import pytest
 import tokenizers
 from token_file_reference import decode_token_file
 
-from megatron_fp8.data import growing_file
-from megatron_fp8.data.encode import Settings, TokenizerFile
-from megatron_fp8.data.preprocess import preprocess
-from megatron_fp8.data.sources.files import find_inputs
 from megatron_fp8.device import prepare
+from megatron_fp8.prepare import token_file_writer
+from megatron_fp8.prepare.encode import Settings, TokenizerFile
+from megatron_fp8.prepare.input_files import find_inputs
+from megatron_fp8.prepare.preprocess import preprocess
 
 prepare()  # Megatron Core is imported below
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not wri
 @pytest.mark.parametrize("largest_id", [3, 65_498, 65_499, 65_535, 65_536, 200_000])
 def test_bytes_are_those_of_megatrons_builder(largest_id: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Several parts of an index, as with millions of documents.
-    monkeypatch.setattr(growing_file, "_CHUNK_DOCUMENTS", 3)
+    monkeypatch.setattr(token_file_writer, "_CHUNK_DOCUMENTS", 3)
     words = {"<|endoftext|>": 0, "a": 1, "b": 2, "c": largest_id}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

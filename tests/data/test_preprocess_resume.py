@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from token_file_reference import decode_token_file
 
-from megatron_fp8.data.encode import EncodedBlock, Settings, TokenizerFile
-from megatron_fp8.data.growing_file import GrowingFile, GrowingFileError, GrowthState, finish
-from megatron_fp8.data.preprocess import Pace, Totals, preprocess
-from megatron_fp8.data.sources.files import find_inputs
+from megatron_fp8.prepare.encode import EncodedBlock, Settings, TokenizerFile
+from megatron_fp8.prepare.input_files import find_inputs
+from megatron_fp8.prepare.preprocess import Execution, Progress, preprocess
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter, WriterBusyError
 
 SETTINGS = Settings(TokenizerFile(None, "ByteLevelTokenizer"), ("text",), append_eod=True, skip_broken_lines=True)
 SUFFIXES = ("bin", "idx")
@@ -26,16 +26,17 @@ class Stopped(Exception):
 
 
 def write_inputs(folder: Path) -> None:
-    """Lines (some of them broken), and a text that takes many blocks."""
+    """Lines, some of them broken, and texts of several blocks."""
     folder.mkdir()
     lines = [json.dumps({"text": f"Document {number}. " * (number % 9)}) for number in range(400)]
     lines[7] = lines[201] = "broken"
     (folder / "a.jsonl").write_text("\n".join(lines))
-    (folder / "b.txt").write_text("".join(f"line {number} of a long text\n" for number in range(800)))
+    for number in range(30):
+        (folder / f"b{number:02}.txt").write_text(f"line {number} of a long text\n" * (20 + number))
     (folder / "c.txt").write_text("the end")
 
 
-def run(folder: Path, prefix: Path, pace: Pace) -> Totals:
+def run(folder: Path, prefix: Path, pace: Execution) -> Progress:
     return preprocess(find_inputs([str(folder)], "auto", ["text"]), str(prefix), SETTINGS, pace, block_bytes=1000)
 
 
@@ -48,42 +49,42 @@ def test_two_works_under_one_name_are_never_mixed(tmp_path: Path) -> None:
         lines = [json.dumps({"text": f"{name} {number:04d}"}) for number in range(400)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     first, second, prefix = tmp_path / "first.jsonl", tmp_path / "second.jsonl", tmp_path / "out"
-    expected = run(first, tmp_path / "whole", Pace())
+    expected = run(first, tmp_path / "whole", Execution())
 
-    def stop_at(most_documents: int) -> Callable[[EncodedBlock, Totals], None]:
-        def stop(encoded: EncodedBlock, totals: Totals) -> None:
+    def stop_at(most_documents: int) -> Callable[[EncodedBlock, Progress], None]:
+        def stop(encoded: EncodedBlock, totals: Progress) -> None:
             if totals.num_documents > most_documents:
                 raise Stopped
 
         return stop
 
     with pytest.raises(Stopped):
-        run(first, prefix, Pace(save_every_seconds=0, on_block=stop_at(100)))
+        run(first, prefix, Execution(save_seconds=0, on_block=stop_at(100)))
     with pytest.raises(Stopped):
-        # It has written more than the first by then, and noted nothing.
-        run(second, prefix, Pace(on_block=stop_at(200)))
-    assert run(first, prefix, Pace()) == expected
+        # It has written more than the first by then, and saved nothing.
+        run(second, prefix, Execution(on_block=stop_at(200)))
+    assert run(first, prefix, Execution()) == expected
     assert content(prefix) == content(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("stop_after", [1, 20, 30, 45])
-def test_what_was_noted_is_gone_on_from(stop_after: int, tmp_path: Path) -> None:
+def test_work_resumes_from_its_progress_file(stop_after: int, tmp_path: Path) -> None:
     write_inputs(tmp_path / "in")
-    expected = run(tmp_path / "in", tmp_path / "whole", Pace())
+    expected = run(tmp_path / "in", tmp_path / "whole", Execution())
     blocks = []
 
-    def stop(encoded: EncodedBlock, totals: Totals) -> None:
+    def stop(encoded: EncodedBlock, totals: Progress) -> None:
         blocks.append(encoded)
         if len(blocks) == stop_after:
             raise Stopped
 
     with pytest.raises(Stopped):
-        run(tmp_path / "in", tmp_path / "out", Pace(save_every_seconds=0, on_block=stop))
+        run(tmp_path / "in", tmp_path / "out", Execution(save_seconds=0, on_block=stop))
     assert not Path(f"{tmp_path}/out_text_document.idx").exists()
     done = []
-    again = Pace(on_start=done.append, on_block=lambda encoded, totals: blocks.append(encoded))
+    again = Execution(on_start=done.append, on_block=lambda encoded, totals: blocks.append(encoded))
     assert run(tmp_path / "in", tmp_path / "out", again) == expected
-    # The block at which it stopped was not noted any more.
+    # The block at which it stopped was not saved.
     ends = [block.block.end for block in blocks]
     assert ends[stop_after - 1] in ends[stop_after:]
     assert set(ends[: stop_after - 1]).isdisjoint(ends[stop_after:])
@@ -92,18 +93,18 @@ def test_what_was_noted_is_gone_on_from(stop_after: int, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.glob("out*")) == [f"out_text_document.{s}" for s in SUFFIXES]
 
 
-def test_other_work_begins_again(tmp_path: Path) -> None:
+def test_other_work_starts_again(tmp_path: Path) -> None:
     write_inputs(tmp_path / "in")
 
-    def stop(encoded: EncodedBlock, totals: Totals) -> None:
+    def stop(encoded: EncodedBlock, totals: Progress) -> None:
         if totals.num_documents > 100:
             raise Stopped
 
     with pytest.raises(Stopped):
-        run(tmp_path / "in", tmp_path / "out", Pace(save_every_seconds=0, on_block=stop))
+        run(tmp_path / "in", tmp_path / "out", Execution(save_seconds=0, on_block=stop))
     (tmp_path / "in" / "a.jsonl").write_text('{"text": "other"}\n')
     done = []
-    run(tmp_path / "in", tmp_path / "out", Pace(on_start=done.append))
+    run(tmp_path / "in", tmp_path / "out", Execution(on_start=done.append))
     assert done == [None]
     assert bytes(decode_token_file(tmp_path / "out_text_document")[0][:-1]) == b"other"
 
@@ -111,26 +112,26 @@ def test_other_work_begins_again(tmp_path: Path) -> None:
 def test_a_process_killed_again_and_again_writes_the_same_bytes(tmp_path: Path) -> None:
     """SIGKILL as it comes, at places in the work that chance decides; what lasts is on the disk."""
     write_inputs(tmp_path / "in")
-    expected = run(tmp_path / "in", tmp_path / "whole", Pace())
+    expected = run(tmp_path / "in", tmp_path / "whole", Execution())
     chance = random.Random(5)
-    begun = []
+    started = []
     for _ in range(3):
         with start_process(tmp_path) as process:
             assert process.stdout is not None
-            begun.append(process.stdout.readline())
+            started.append(process.stdout.readline())
             # There are about fifty blocks, and three processes do ten of them at most each.
             for _ in range(chance.randrange(3, 10)):
                 assert process.stdout.readline().startswith("block"), "it ended before it could be killed"
             process.send_signal(signal.SIGKILL)
         assert process.returncode == -signal.SIGKILL
         assert not (tmp_path / "out_text_document.idx").exists()
-    assert begun[0] == "begins\n"
-    assert begun[1:] == ["goes on\n"] * 2
+    assert started[0] == "starts\n"
+    assert started[1:] == ["resumes\n"] * 2
     with start_process(tmp_path) as last:
         assert last.stdout is not None
         printed = last.stdout.read()
     assert last.returncode == 0
-    assert printed.startswith("goes on\n")
+    assert printed.startswith("resumes\n")
     assert printed.endswith(f"{expected}\n")
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
@@ -140,9 +141,9 @@ def start_process(folder: Path) -> subprocess.Popen[str]:
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from pathlib import Path\n"
-        "from test_preprocess_resume import Pace, run\n"
+        "from test_preprocess_resume import Execution, run\n"
         "say = lambda text: print(text, flush=True)\n"
-        "pace = Pace(1, 0, lambda done: say('begins' if done is None else 'goes on'), lambda *_: say('block'))\n"
+        "pace = Execution(1, 0, lambda done: say('starts' if done is None else 'resumes'), lambda *_: say('block'))\n"
         f"say(run(Path({str(folder / 'in')!r}), Path({str(folder / 'out')!r}), pace))\n"
     )
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -150,7 +151,7 @@ def start_process(folder: Path) -> subprocess.Popen[str]:
 
 def test_the_last_steps_can_be_interrupted_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_inputs(tmp_path / "in")
-    run(tmp_path / "in", tmp_path / "whole", Pace())
+    run(tmp_path / "in", tmp_path / "whole", Execution())
     for step in range(3):
         calls = []
 
@@ -166,34 +167,14 @@ def test_the_last_steps_can_be_interrupted_anywhere(tmp_path: Path, monkeypatch:
             patch.setattr(Path, "replace", stop)
             if step < 2:
                 with pytest.raises(Stopped):
-                    run(tmp_path / "in", tmp_path / "out", Pace())
-        run(tmp_path / "in", tmp_path / "out", Pace())
+                    run(tmp_path / "in", tmp_path / "out", Execution())
+        run(tmp_path / "in", tmp_path / "out", Execution())
         assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
-    first = GrowingFile(str(tmp_path / "a"), 300, True, GrowthState())
-    with pytest.raises(GrowingFileError, match="another process is writing"):
-        GrowingFile(str(tmp_path / "a"), 300, True, GrowthState())
-    first.close()
-
-
-def test_a_document_in_pieces_is_one_and_may_be_empty(tmp_path: Path) -> None:
-    file = GrowingFile(str(tmp_path / "a"), 300, append_eod=True, state=GrowthState())
-    parts = [([1, 9, 2], [2, 1], False, True), ([3], [1], True, True), ([4, 9], [2], True, False)]
-    # Then a document whose two pieces gave no tokens, so that there is only its end.
-    parts += [([], [0], False, True), ([9], [1], True, False), ([5, 9], [2], False, False)]
-    for tokens, lengths, continues, open_end in parts:
-        file.add(np.array(tokens, dtype=file.dtype), lengths, continues, open_end)
-    file.sync()
-    file.close()
-    finish(str(tmp_path / "a"), file.dtype)
-    assert decode_token_file(tmp_path / "a") == [[1, 9], [2, 3, 4, 9], [5, 9]]
-    assert (file.state.num_empty, file.state.longest_tokens, file.state.num_tokens) == (1, 4, 8)
-
-
-def test_more_tokens_than_a_length_can_say_are_refused(tmp_path: Path) -> None:
-    file = GrowingFile(str(tmp_path / "a"), 300, True, GrowthState(open_tokens=2**31 - 2))
-    with pytest.raises(GrowingFileError, match=r"more than 2,147,483,647 tokens"):
-        file.add(np.array([1, 9], dtype=file.dtype), [2], continues=True)
-    file.close()
+    with TokenFileWriter(tmp_path / "a", 300) as first:
+        first.add_documents(np.array([1, 2], dtype=first.dtype), [2])
+        with pytest.raises(WriterBusyError, match="another process is writing"):
+            TokenFileWriter(tmp_path / "a", 300).open()
+    assert decode_token_file(tmp_path / "a") == [[1, 2]]

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 from token_file_reference import decode_token_file
 
-from megatron_fp8.data import corpus, quickstart
-from megatron_fp8.data.corpus import Document
-from megatron_fp8.data.inspect import check_token_file
-from megatron_fp8.data.quickstart import COMPLETE_FILE, DATA_FILES, complete_summary, prepare
 from megatron_fp8.data.tokenizer import Tokenizer
+from megatron_fp8.data.validate_tokens import check_token_file
+from megatron_fp8.prepare import quickstart
+from megatron_fp8.prepare.quickstart import COMPLETE_FILE, DATA_FILES, Document, complete_summary, prepare
 
 VOCAB_SIZE = 400
 
@@ -18,13 +17,13 @@ VOCAB_SIZE = 400
 def documents(monkeypatch: pytest.MonkeyPatch) -> list[Document]:
     """A corpus of a few thousand words in place of the standard library."""
     made = [Document(f"file{i}.py", f"def function{i}():\n    return {i}\n" * 5) for i in range(100)]
-    monkeypatch.setattr(corpus, "read_corpus", lambda: made)
+    monkeypatch.setattr(quickstart, "read_corpus", lambda: made)
     return made
 
 
 def test_files_hold_the_corpus(documents: list[Document], tmp_path: Path) -> None:
     progress = []
-    summary = prepare(tmp_path, VOCAB_SIZE, progress.append)
+    summary = prepare(tmp_path, VOCAB_SIZE, lambda *step: progress.append(step))
     tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
     for split in ("train", "valid"):
         assert check_token_file(str(tmp_path / split), tokenizer.vocab_size) == []
@@ -37,35 +36,35 @@ def test_files_hold_the_corpus(documents: list[Document], tmp_path: Path) -> Non
         assert summary.num_documents[split] == len(expected)
         assert summary.num_tokens[split] == sum(map(len, expected))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*DATA_FILES, COMPLETE_FILE])
-    assert progress[-1].done_bytes == progress[-1].total_bytes == summary.text_bytes
+    assert progress[-1] == ("encoding valid", summary.text_bytes, summary.text_bytes)
     assert complete_summary(tmp_path, VOCAB_SIZE) == summary
 
 
 def test_the_same_text_gives_the_same_bytes(documents: list[Document], tmp_path: Path) -> None:
     for name in ("a", "b"):
-        prepare(tmp_path / name, VOCAB_SIZE, lambda progress: None)
+        prepare(tmp_path / name, VOCAB_SIZE, lambda *step: None)
     for name in DATA_FILES:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
 def test_another_vocabulary_is_not_complete(documents: list[Document], tmp_path: Path) -> None:
     assert complete_summary(tmp_path, VOCAB_SIZE) is None
-    prepare(tmp_path, VOCAB_SIZE, lambda progress: None)
+    prepare(tmp_path, VOCAB_SIZE, lambda *step: None)
     assert complete_summary(tmp_path, VOCAB_SIZE + 1) is None
 
 
 @pytest.mark.parametrize("stage", ["training the tokenizer", "encoding train", "encoding valid"])
 def test_an_interrupted_preparation_is_repaired(stage: str, documents: list[Document], tmp_path: Path) -> None:
-    def interrupt(progress: quickstart.Progress) -> None:
-        if progress.stage == stage:
+    def interrupt(begun: str, done_bytes: int, total_bytes: int) -> None:
+        if begun == stage:
             raise KeyboardInterrupt
 
-    prepare(tmp_path / "whole", VOCAB_SIZE, lambda progress: None)
-    prepare(tmp_path / "again", VOCAB_SIZE, lambda progress: None)
+    prepare(tmp_path / "whole", VOCAB_SIZE, lambda *step: None)
+    prepare(tmp_path / "again", VOCAB_SIZE, lambda *step: None)
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path / "again", VOCAB_SIZE, interrupt)
     assert complete_summary(tmp_path / "again", VOCAB_SIZE) is None
-    prepare(tmp_path / "again", VOCAB_SIZE, lambda progress: None)
+    prepare(tmp_path / "again", VOCAB_SIZE, lambda *step: None)
     for name in (*DATA_FILES, COMPLETE_FILE):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
@@ -73,7 +72,7 @@ def test_an_interrupted_preparation_is_repaired(stage: str, documents: list[Docu
 @pytest.mark.parametrize("name", [*DATA_FILES, COMPLETE_FILE])
 @pytest.mark.parametrize("damage", ["removed", "cut off"])
 def test_damage_is_noticed(name: str, damage: str, documents: list[Document], tmp_path: Path) -> None:
-    prepare(tmp_path, VOCAB_SIZE, lambda progress: None)
+    prepare(tmp_path, VOCAB_SIZE, lambda *step: None)
     path = tmp_path / name
     if damage == "removed":
         path.unlink()

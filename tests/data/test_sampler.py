@@ -66,13 +66,13 @@ def test_the_order_is_megatrons() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((3, 8, 0, 1), "no multiple of micro_batch_size 3 x dp_size 1"),
-        ((2, 4, 0, 4), "no multiple of micro_batch_size 2 x dp_size 4"),
-        ((1, 4, 2, 2), "dp_rank 2 is not below dp_size 2"),
+        ((3, 8, 0, 1), "not divisible by micro_batch_size 3 x dp_size 1"),
+        ((2, 4, 0, 4), "not divisible by micro_batch_size 2 x dp_size 4"),
+        ((1, 4, 2, 2), "dp_rank 2 must be from 0 to dp_size - 1 = 1"),
         ((0, 4, 0, 1), "at least 1"),
         ((1, 0, 0, 1), "at least 1"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused(sizes: tuple[int, int, int, int], message: str) -> None:
+def test_sizes_that_are_not_divisible_are_refused(sizes: tuple[int, int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BatchSampler(*sizes)

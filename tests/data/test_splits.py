@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_fp8.config.schema import DataConfig
-from megatron_fp8.data.blend import BlendError, parse_split
-from megatron_fp8.data.splits import DataKeyError, train_blend, valid_blend
+from megatron_fp8.data.blend import BlendError, DataKeyError, parse_split, train_blend, valid_blend
 from megatron_fp8.device import prepare
 
 

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from token_file_reference import decode_token_file
 
-from megatron_fp8.data.token_file import TokenFileWriter, read_index, token_dtype
+from megatron_fp8.data.token_file import read_index, token_dtype
 from megatron_fp8.device import prepare
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 
 prepare()  # Megatron Core is imported below
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fp8.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError, train_bpe
+from megatron_fp8.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError
+from megatron_fp8.prepare.train_tokenizer import train_bpe
 
 
 @given(text=st.text())
@@ -77,7 +78,7 @@ def damaged(kind: str, good: Path, directory: Path) -> Path:
         ("cut off", "is not a tokenizer.json"),
         ("binary", "is not a tokenizer.json"),
         ("another JSON", "is not a tokenizer.json"),
-        ("no end of document", "has no token <|endoftext|>"),
+        ("no end of document", "has no end-of-document token <|endoftext|>"),
     ],
 )
 def test_what_is_no_tokenizer_is_refused(kind: str, reason: str, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_fp8.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError
-from megatron_fp8.data.vocab.patterns import PATTERNS
+from megatron_fp8.data.vocab.tiktoken_ranks import PATTERNS
 
 LINES = [
     "to be or not to be that is the question",
@@ -135,8 +135,8 @@ def test_a_published_file_needs_no_pattern(ranks: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda lines: [*lines[:5], b"?? 7", *lines[6:]], "line 6: is no token and rank"),
-        (lambda lines: lines[1:], "has no rank for the byte"),
+        (lambda lines: [*lines[:5], b"?? 7", *lines[6:]], "line 6: not a token and a rank"),
+        (lambda lines: lines[1:], "has no rank for byte"),
         (lambda lines: [*lines, lines[-1].split()[0][:-4] + b"AAAA 3"], "gives two tokens the same rank"),
     ],
 )
@@ -148,7 +148,7 @@ def test_broken_ranks_are_named(change: object, reason: str, ranks: Path, tmp_pa
 
 
 def test_an_unknown_pattern_names_its_key(ranks: Path) -> None:
-    for pattern, reason in ((None, "not how text is split"), ("(", "neither one of gpt2")):
+    for pattern, reason in ((None, "does not say how text is split"), ("(", "neither one of gpt2")):
         with pytest.raises(TokenizerError, match=reason) as caught:
             Tokenizer.load(ranks, tiktoken_pattern=pattern)
         assert caught.value.key == "tiktoken_pattern"
@@ -169,7 +169,7 @@ def other_tokenizer(folder: Path, special: bool = True) -> Path:
 
 def test_a_folder_and_the_end_token_beside_it(tmp_path: Path) -> None:
     folder = other_tokenizer(tmp_path)
-    with pytest.raises(TokenizerError, match=r"has no token <\|endoftext\|>"):
+    with pytest.raises(TokenizerError, match=r"has no end-of-document token <\|endoftext\|>"):
         Tokenizer.load(folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
     tokenizer = Tokenizer.load(folder)
@@ -189,7 +189,7 @@ def test_wrong_kinds_say_so(tokenizer: Tokenizer, llama_like: Path, ranks: Path)
         Tokenizer.load(tokenizer.path, "SentencePieceTokenizer")
     with pytest.raises(TokenizerError, match=r"not a tokenizer\.json"):
         Tokenizer.load(llama_like, "HuggingFaceTokenizer")
-    with pytest.raises(TokenizerError, match="needs no file"):
+    with pytest.raises(TokenizerError, match="takes no file"):
         Tokenizer.load(ranks, "ByteLevelTokenizer")
-    with pytest.raises(TokenizerError, match="no tokenizer type GPT9"):
+    with pytest.raises(TokenizerError, match="unknown tokenizer type GPT9"):
         Tokenizer.load(ranks, "GPT9")

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from megatron_fp8.data.encode import Settings, TokenizerFile
-from megatron_fp8.data.sources.block import Block, Position
-from megatron_fp8.data.worker_pool import WorkerEndedError, encode_blocks
+from megatron_fp8.prepare.blocks import Block, Position
+from megatron_fp8.prepare.encode import Settings, TokenizerFile, WorkerEndedError, encode_blocks
 
 SETTINGS = Settings(TokenizerFile(None, "ByteLevelTokenizer"))
 NUM_BLOCKS = 20
@@ -29,7 +28,7 @@ def blocks(signal_number: int, before_block: int) -> Iterator[Block]:
 
 
 def test_a_worker_that_is_killed_ends_the_work_with_a_reason() -> None:
-    with pytest.raises(WorkerEndedError, match=r"of 2 encoding processes was killed .* fewer --workers"):
+    with pytest.raises(WorkerEndedError, match=r"of 2 encoding processes was killed.* fewer --workers"):
         list(encode_blocks(blocks(signal.SIGKILL, 10), SETTINGS.tokenizer.load(), SETTINGS, 2))
 
 

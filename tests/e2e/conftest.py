@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8.data import corpus, quickstart
-from megatron_fp8.data.corpus import Document
+from megatron_fp8.prepare import quickstart
+from megatron_fp8.prepare.quickstart import Document
 
 VOCAB_SIZE = 300
 TRAIN_ITERS = 6
@@ -76,6 +76,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """Files as `tools/prepare_quickstart.py` makes them, of another text."""
     directory = tmp_path_factory.mktemp("tiny") / "data"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "read_corpus", documents)
-        quickstart.prepare(directory, VOCAB_SIZE, lambda progress: None)
+        patch.setattr(quickstart, "read_corpus", documents)
+        quickstart.prepare(directory, VOCAB_SIZE, lambda *step: None)
     return Tiny(directory)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fp8.data.token_file import TokenFileWriter
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 from tests.e2e.conftest import TRAIN_ITERS, Tiny
 from tests.e2e.launch import pretrain, torchrun
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8.config.fields import config_fields
-from megatron_fp8.config.place import Place
+from megatron_fp8.config.limits import Place
 from tests.e2e.conftest import Tiny
 from tests.e2e.launch import clean_environment
 from tests.e2e.path_obstacles import OBSTACLES, Obstacle, drop_privileges
@@ -76,15 +76,13 @@ def place(tmp_path: Path) -> Iterator[Path]:
 # Command lines, one after the other in one process: each costs a start of Python otherwise.
 CHECK_MANY = """\
 import contextlib, io, json, sys, traceback
-from megatron_fp8.checkpoint.start import choose_start
-from megatron_fp8.config.cli import parse_command_line
-from megatron_fp8.data.check import check_data
+from megatron_fp8.commands.train import parse_command_line
 ends = []
 for arguments in json.load(sys.stdin):
     errors, code = io.StringIO(), 0
     with contextlib.redirect_stderr(errors):
         try:
-            parse_command_line(arguments, {}, check_data, choose_start, None)
+            parse_command_line(arguments, {})
         except SystemExit as end:
             code = end.code
         except Exception:

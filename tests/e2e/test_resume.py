@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
-from megatron_fp8.checkpoint.manifest import damage
+from megatron_fp8.checkpoint.manifest import find_corruption
 from megatron_fp8.faults.exit_codes import ExitCode
 from tests.checkpoint.training import NOT_COMPARED
 from tests.e2e.conftest import TRAIN_ITERS, Tiny
@@ -111,7 +111,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on_bit_by_bit(tiny: Tin
     assert resumed.code == 0, resumed.output
     assert series(directory) == series(tmp_path / "runs" / "straight")
     assert (checkpoints.iterations(), checkpoints.latest()) == ([3, TRAIN_ITERS], TRAIN_ITERS)
-    assert list(damage(checkpoints.path(TRAIN_ITERS))) == []
+    assert list(find_corruption(checkpoints.path(TRAIN_ITERS))) == []
     (resume,) = events(directory, "resume")
     assert (resume["iteration"], resume["notes"]) == (3, [])
 
@@ -156,7 +156,7 @@ def test_a_run_under_a_scheduler_is_started_again_and_again_in_one_way(tiny: Tin
     assert second.code == 0, second.output
     (resume,) = events(directory, "resume")
     assert resume["iteration"] == 2
-    assert "taking iteration 2 instead" in resume["notes"][0]
+    assert "using iteration 2 instead" in resume["notes"][0]
     assert series(directory) == series(tmp_path / "runs" / "straight")
     assert [record["iteration"] for record in events(directory, "train")] == list(range(1, TRAIN_ITERS + 1))
     # The damaged one was set aside.
@@ -186,7 +186,7 @@ def test_a_damaged_checkpoint_is_refused_by_the_file_and_nothing_is_changed(tiny
     refused = torchrun(2, "tiny.yaml", "--resume", *OVERRIDES, cwd=tmp_path)
     assert refused.code == 1, refused.output
     assert "exitcode  : 2 " in refused.stderr
-    assert f"{path.relative_to(tmp_path)} is not what was written" in refused.stderr
+    assert f"{path.relative_to(tmp_path)} is corrupt: its SHA-256 differs" in refused.stderr
     assert "checkpoint.ckpt_step=4, or --resume=auto" in refused.stderr
     assert "Traceback" not in refused.stdout
     assert (directory / "metrics.jsonl").read_bytes() == before

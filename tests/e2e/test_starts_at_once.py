@@ -151,7 +151,9 @@ def test_a_start_that_fails_before_its_run_begins_blocks_no_other(tiny: Tiny, tm
 @pytest.mark.slow
 def test_all_ranks_have_the_length_that_follows_from_what_rank_0_chose(tiny: Tiny, tmp_path: Path) -> None:
     tiny.write_config(tmp_path, tp=2, mode="fp32")
-    length = ("training.train_iters=0", "training.train_samples=24", "training.eval_iters=0")
+    # The default schedule would end with the run, and the resume's run is shorter in steps.
+    length = ("training.train_samples=24", "training.train_iters=0", "training.eval_iters=0")
+    length = (*length, "optimizer.lr_decay_iters=6")
     stopped = torchrun(2, "tiny.yaml", *length, "checkpoint.exit_interval=3", cwd=tmp_path)
     assert "checkpoint.exit_interval=3" in stopped.stdout, stopped.output
     command = ("tiny.yaml", *length, "training.global_batch_size=6", "--resume=auto")

@@ -11,8 +11,9 @@ import numpy as np
 
 from megatron_fp8.checkpoint.saved_model import InferenceSettings, read_saved_model
 from megatron_fp8.config.schema import Config
-from megatron_fp8.data.token_file import TokenFileWriter
-from megatron_fp8.data.tokenizer import Tokenizer, train_bpe
+from megatron_fp8.data.tokenizer import Tokenizer
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter
+from megatron_fp8.prepare.train_tokenizer import train_bpe
 from tests.small_run import small_config
 
 SENTENCE = "the rank of this tensor is a scale that every step of training keeps in its history — Füße"
@@ -57,7 +58,7 @@ def measured(run: Path, prefixes: list[str], settings: InferenceSettings, num_wi
     from megatron_fp8 import device as devices
     from megatron_fp8.evaluate.file_loss import measure_files
     from megatron_fp8.evaluate.files import evaluation_files, model_tokenizer
-    from megatron_fp8.train.loaded_model import load_model
+    from megatron_fp8.generate.loaded_model import load_model
 
     saved = read_saved_model(run, settings, torch.distributed.get_world_size())
     model = load_model(saved, devices.prepare())
@@ -75,7 +76,7 @@ def harness_results(run: Path, task_folder: Path, tasks: list[str], settings: In
     from megatron_fp8 import device as devices
     from megatron_fp8.evaluate.files import model_tokenizer
     from megatron_fp8.evaluate.harness import HarnessModel
-    from megatron_fp8.train.loaded_model import load_model
+    from megatron_fp8.generate.loaded_model import load_model
 
     saved = read_saved_model(run, settings, torch.distributed.get_world_size())
     model = load_model(saved, devices.prepare())

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from megatron_fp8.checkpoint.saved_model import InferenceSettings
+from megatron_fp8.commands.evaluate import main
 from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.evaluate.file_loss import FileLoss
 from tests.e2e.launch import ROOT, run
 from tests.evaluate.conftest import Measured
 from tests.evaluate.models import FP32, SEQ_LENGTH, measured
 from tests.ranks import run_on_ranks
-from tools.evaluate import main
 
 # In nats per token: both compute in FP32, with sums in other orders.
 TOLERANCE = 1e-5
@@ -136,7 +136,7 @@ def test_the_program_shows_a_table_and_writes_json(
     ("arguments", "said", "unsaid"),
     [
         (["RUN", "--data", "FILES/one", "FILES/none"], "none.idx does not exist", "FILES/one"),
-        (["RUN", "--data", "FILES/one", "FILES/one"], "it is named more than once", "exist"),
+        (["RUN", "--data", "FILES/one", "FILES/one"], "duplicate prefix", "exist"),
         (["RUN", "--tokenizer", "FILES/nothing.json"], "nothing.json does not exist", "--data"),
         (["FILES/nowhere"], "there is no checkpoint at", "--data"),
         (["RUN", "--tensor-model-parallel-size", "2"], "tensor_model_parallel_size", "--data"),

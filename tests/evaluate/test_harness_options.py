@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.lm_eval import make_parser
+from megatron_fp8.commands.lm_eval import make_parser
 
 
 @pytest.mark.parametrize(

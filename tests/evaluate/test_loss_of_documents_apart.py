@@ -23,7 +23,7 @@ def loss_of(run: Path, prefix: str, settings: InferenceSettings, *, apart: bool)
 
     from megatron_fp8.evaluate.file_loss import measure_files
     from megatron_fp8.evaluate.files import evaluation_files, model_tokenizer
-    from megatron_fp8.train.loaded_model import load_model
+    from megatron_fp8.generate.loaded_model import load_model
 
     saved = read_saved_model(run, settings, torch.distributed.get_world_size())
     data = saved.config.data.model_copy(update={"reset_attention_mask": apart})

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from megatron_fp8.evaluate import progress
-from megatron_fp8.evaluate.progress import WindowProgress
+from megatron_fp8.commands import evaluate
+from megatron_fp8.commands.evaluate import WindowProgress
 
 
 class Clock:
@@ -24,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     set_by_hand = Clock()
-    monkeypatch.setattr(progress, "time", set_by_hand)
+    monkeypatch.setattr(evaluate, "time", set_by_hand)
     return set_by_hand
 
 

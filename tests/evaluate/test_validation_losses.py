@@ -103,7 +103,7 @@ def reference_loss(parts: Any, text: list[int]) -> tuple[float, int]:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     import numpy as np
 
-    from megatron_fp8.data.token_file import TokenFileWriter
+    from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 
     path = tmp_path_factory.mktemp("validation")
     for name in NUM_TOKENS:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from megatron_fp8.config.schema import Config
-from megatron_fp8.data.token_file import TokenFileWriter
-from megatron_fp8.data.tokenizer import Tokenizer, train_bpe
+from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.device import prepare
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter
+from megatron_fp8.prepare.train_tokenizer import train_bpe
 from megatron_fp8.report.console import format_record
 
 prepare()  # Megatron Core is imported below

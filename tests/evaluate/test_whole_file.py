@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fp8.data.set_names import dataset_names
-from megatron_fp8.data.token_file import HEADER, MAGIC, TokenFileError, TokenFileWriter
-from megatron_fp8.data.whole_file import WholeFile
+from megatron_fp8.data.blend import dataset_names
+from megatron_fp8.data.token_file import HEADER, MAGIC, TokenFileError
+from megatron_fp8.data.validation import WholeFile
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 
 EOD, SEQ_LENGTH = 0, 8
 
@@ -43,7 +44,7 @@ def test_an_id_beyond_the_vocabulary_is_named_when_it_is_read(foreign: int, tmp_
         writer.add_documents(np.array([*range(1, 20), foreign], dtype=writer.dtype), [20])
     file = WholeFile(tmp_path / "a", SEQ_LENGTH, EOD, vocab_size=300)
     assert file[1]["labels"].tolist() == list(range(9, 17))
-    with pytest.raises(TokenFileError, match=rf"a\.bin holds token id {foreign}, the vocabulary has 300"):
+    with pytest.raises(TokenFileError, match=rf"a\.bin holds token id {foreign}, but the vocabulary has 300"):
         file[2]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_fp8.checkpoint.difference import differences
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
-from megatron_fp8.checkpoint.manifest import damage
+from megatron_fp8.checkpoint.manifest import find_corruption
 from megatron_fp8.report.record import METRICS, read_records
 from tests.e2e.conftest import Tiny
 from tests.e2e.launch import PRETRAIN, Ended, run
@@ -104,7 +104,7 @@ def assert_same_end(directory: Path, straight: Path) -> None:
     assert len(tensors) > 40
     assert [tensor for tensor in tensors if tensor.kind != "equal"] == []
     for iteration in runs[0].iterations():
-        assert list(damage(runs[0].path(iteration))) == []
+        assert list(find_corruption(runs[0].path(iteration))) == []
     assert list(runs[0].root.glob(".iter*")) == []
     # No start took another name.
     assert sorted(path.name for path in directory.parent.iterdir()) == sorted([directory.name, straight.name])

@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 WALL_CLOCKS = {"time", "time_ns", "localtime", "gmtime", "now", "utcnow", "today"}
 # Where the wall clock may be read, and for what: a moment that people or other programs are told.
 TIME_STAMPS = {
-    "megatron_fp8/config/speaker.py": "the launcher's error file",
+    "megatron_fp8/commands/rank_zero_output.py": "the launcher's error file",
     "megatron_fp8/report/record.py": "when a record was made",
     "megatron_fp8/report/wandb_sink.py": "when the run was opened, and records of others without a time",
     "megatron_fp8/report/tensorboard_sink.py": "TensorBoard's events",
     "megatron_fp8/data/index_cache.py": "the age of a directory, whose time is the file system's",
     "megatron_fp8/train/checkpointing.py": "when a checkpoint was written",
     "megatron_fp8/bench/report.py": "when figures were measured",
-    "megatron_fp8/hf/take_in.py": "when a checkpoint was written",
+    "megatron_fp8/hf/import_model.py": "when a checkpoint was written",
     "megatron_fp8/report/html/tables.py": "the day of a record's time",
     "megatron_fp8/faults/watchdog.py": "since when a rank stands still",
 }

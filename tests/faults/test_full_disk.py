@@ -67,7 +67,7 @@ def save_on_a_disk_that_is_full_meanwhile(config: Any, root: Path) -> tuple[list
 
     errors = save_on_this_rank(config, root / "checkpoints", [1, 2, 3, 4], fill_or_free)
     directory = CheckpointDirectory(root / "checkpoints")
-    return errors, directory.iterations(), directory.newest_whole()
+    return errors, directory.iterations(), directory.newest_intact()
 
 
 def test_a_checkpoint_without_space_is_an_error_the_last_one_stays_and_with_space_it_is_saved(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_checkpoint_without_space_is_an_error_the_last_one_stays_and_with_spac
     for error in errors[1:3]:
         # Torch's writer of the first file knows no more than that it failed.
         assert "No space left on device" in error or "iostream error" in error
-        assert "(0.0 MB are free on its disk)" in error
+        assert "(0.0 MB free on its disk)" in error
     assert iterations == [1, 4]
     assert newest == 4
 
@@ -132,4 +132,4 @@ def test_a_run_whose_disk_becomes_full_says_so_and_goes_on_when_there_is_room(ti
     assert lines[second : second + 2] == ["ended with 0", "6"], ended.output
     assert "the checkpoint of iteration 4 could not be written" in ended.stderr
     assert "No space left on device" in ended.stderr
-    assert "The latest whole one is that of iteration 2" in ended.stderr
+    assert "The latest checkpoint is that of iteration 2" in ended.stderr

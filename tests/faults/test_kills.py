@@ -31,7 +31,7 @@ def test_a_process_that_is_left_alone_ends() -> None:
     """Whether its parent ends later, or has ended already when it asks for that."""
     script = (
         "import os, signal, sys\n"
-        "from megatron_fp8.checkpoint.orphan import die_with\n"
+        "from megatron_fp8.checkpoint.writer_process import die_with\n"
         "parent = os.getpid()\n"
         "for asked in (parent, parent + 1):\n"
         "    child = os.fork()\n"
@@ -99,7 +99,7 @@ def test_twenty_kills(tiny: Tiny, tmp_path: Path) -> None:
         signalled("train/checkpointing.py", "load", "call", rank=anyone()),
         signalled("checkpoint/manifest.py", "remove_sums", "return"),
         # The third one, after the rename: the tracker.
-        signalled("checkpoint/manifest.py", "write_whole", "call", count=3),
+        signalled("checkpoint/manifest.py", "write_atomically", "call", count=3),
         signalled("checkpoint/directory.py", "sweep", "return"),
         signalled("checkpoint/directory.py", "prune", "call", count=2),
         signalled("report/record.py", "drop_records_after", "return"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
-from megatron_fp8.checkpoint.manifest import damage
+from megatron_fp8.checkpoint.manifest import find_corruption
 from tests.checkpoint.test_exact import DROPOUT
 from tests.faults.test_nonfinite import FP8, PP2, TP2
 from tests.faults.training import BATCH, Fault, LearnableSamples, faulty_config, train_on_this_rank
@@ -66,7 +66,7 @@ def test_the_end_is_that_of_a_run_without_the_samples(case: str, tmp_path: Path)
     assert f"rank {world_size - 1} (" in record["reason"]
     # Checkpoints: what was saved of the way that is left is set aside, the rest is whole, and the count goes on.
     directory = CheckpointDirectory(tmp_path / "back")
-    assert [list(damage(directory.path(iteration))) for iteration in directory.iterations()] == [[]] * 4
+    assert [list(find_corruption(directory.path(iteration))) for iteration in directory.iterations()] == [[]] * 4
     counters = directory.manifest(8).counters
     assert (counters["rewinds"], counters["skipped_samples"]) == (1, len(HOLE))
     assert counters["consumed_samples"] == 8 * BATCH + len(HOLE)

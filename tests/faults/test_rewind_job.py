@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
-from megatron_fp8.config.length import resolve_length
-from megatron_fp8.config.start import Position
+from megatron_fp8.config.run_start import Position, resolve_length
 from tests.config.config_samples import load_small
 from tests.e2e.conftest import Tiny
 from tests.e2e.launch import PRETRAIN, run

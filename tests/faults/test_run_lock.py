@@ -21,7 +21,7 @@ from tests.e2e.launch import clean_environment
 HOLDER = """\
 import os, signal, sys
 from pathlib import Path
-from megatron_fp8.checkpoint.orphan import die_with
+from megatron_fp8.checkpoint.writer_process import die_with
 from megatron_fp8.faults.run_lock import locked_run
 parent = os.getpid()
 with locked_run(Path(sys.argv[1])):

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from megatron_fp8.config.schema import Config
-from megatron_fp8.data.mapped_files import MappedFiles, ShortenedFileError
-from megatron_fp8.data.token_file import TokenFileWriter, bin_path, idx_path
+from megatron_fp8.data.token_file import MappedFiles, ShortenedFileError, bin_path, idx_path
 from megatron_fp8.data.tokenizer import Tokenizer
-from megatron_fp8.data.whole_file import WholeFile
+from megatron_fp8.data.validation import WholeFile
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 from tests.e2e.conftest import Tiny
 from tests.e2e.launch import Ended, run
 
@@ -39,7 +39,7 @@ def test_whole_files(tmp_path: Path) -> None:
     prefix = write(tmp_path / "text")
     read_all(dataset := WholeFile(prefix, 64, 0))
     os.truncate(bin_path(prefix), 5000)
-    with pytest.raises(ShortenedFileError, match=r"text\.bin has become shorter .* 5000 of 80000 bytes"):
+    with pytest.raises(ShortenedFileError, match=r"text\.bin was truncated .* 5000 of 80000 bytes"):
         read_all(dataset)
 
 
@@ -86,7 +86,7 @@ def test_each_file_that_training_maps(which: str, datasets: Callable[..., object
     path = FILES[which](tmp_path)
     size_bytes = path.stat().st_size
     os.truncate(path, 200)
-    with pytest.raises(ShortenedFileError, match=rf"{path.name} has become shorter .*: 200 of {size_bytes} bytes"):
+    with pytest.raises(ShortenedFileError, match=rf"{path.name} was truncated .*: 200 of {size_bytes} bytes"):
         read_all(dataset)
 
 
@@ -126,7 +126,7 @@ if __name__ == "__main__":
     pretrain.main()
 """
 UNGUARDED = """\
-from megatron_fp8.data.mapped_files import MappedFiles
+from megatron_fp8.data.token_file import MappedFiles
 MappedFiles.require_whole = lambda self: None
 """
 
@@ -146,7 +146,7 @@ def run_and_truncate(tmp_path: Path, more: str) -> Ended:
 def test_a_run_ends_with_the_name_of_the_file(tmp_path: Path) -> None:
     ended = run_and_truncate(tmp_path, "")
     assert ended.code == 2, ended.output
-    assert "train.bin has become shorter while the run reads it: 100 of 80000 bytes" in ended.stderr
+    assert "train.bin was truncated while the run reads it: 100 of 80000 bytes" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

@@ -160,8 +160,7 @@ def train_on_this_rank(
     """
     from megatron_fp8 import device as devices
     from megatron_fp8.checkpoint.directory import CheckpointDirectory
-    from megatron_fp8.config.length import samples_needed
-    from megatron_fp8.config.start import START, Position
+    from megatron_fp8.config.run_start import START, Position, samples_needed
     from megatron_fp8.data.dataset import Datasets
     from megatron_fp8.faults.exit_codes import NonFiniteError, RewindError
     from megatron_fp8.report.record import Recorder

@@ -46,8 +46,8 @@ def continuations(
 
     from megatron_fp8 import device as devices
     from megatron_fp8.generate.generation import Limits, generate
+    from megatron_fp8.generate.loaded_model import load_model
     from megatron_fp8.generate.sampling import Sampling
-    from megatron_fp8.train.loaded_model import load_model
 
     world_size = torch.distributed.get_world_size()
     settings = settings or InferenceSettings(world_size, mode="fp32")
@@ -56,3 +56,32 @@ def continuations(
     answers = [generate(model, **{**usual, **arguments}) for arguments in asked]
     parallel_state.destroy_model_parallel()
     return answers
+
+
+def state_after_an_exception(path: Path, prompt: list[int]) -> tuple[list[bool], list[bool]]:
+    """What generation changes for a while, before a call that raises in the middle and after it: whether the next
+    forward pass quantizes weights, and whether gradients are computed."""
+    import torch
+    from megatron.core import parallel_state
+
+    from megatron_fp8 import device as devices
+    from megatron_fp8.generate.generation import Limits, generate
+    from megatron_fp8.generate.loaded_model import load_model
+    from megatron_fp8.generate.sampling import Sampling
+
+    model = load_model(read_saved_model(path, InferenceSettings(), 1), devices.prepare())
+
+    def state() -> list[bool]:
+        return [model.stages[0].is_first_microbatch, torch.is_grad_enabled()]
+
+    def stop(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    before = state()
+    try:
+        generate(model, [prompt], Limits(10), Sampling(greedy=True), 0, stop)
+    except KeyboardInterrupt:
+        return before, state()
+    finally:
+        parallel_state.destroy_model_parallel()
+    raise AssertionError("the callback was not called")

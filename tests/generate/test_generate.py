@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from megatron_fp8.checkpoint.saved_model import InferenceSettings
-from megatron_fp8.data.tokenizer import Tokenizer, train_bpe
+from megatron_fp8.commands import generate as tool
+from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.generate.generation import Continuation, Limits
 from megatron_fp8.generate.sampling import Sampling
+from megatron_fp8.prepare.train_tokenizer import train_bpe
 from tests.e2e.launch import ROOT, run
-from tests.generate.models import SECTIONS, SEQ_LENGTH, VOCAB_SIZE, continuations
+from tests.generate.models import SECTIONS, SEQ_LENGTH, VOCAB_SIZE, continuations, state_after_an_exception
 from tests.hf.our_models import convert, train_and_save
 from tests.ranks import run_on_ranks
 from tests.small_run import small_config
-from tools import generate as tool
 
 NUM_TOKENS = 10
 TEXT = "for batch in data: loss = model(batch)"
@@ -123,6 +124,12 @@ def test_a_text_ends_at_the_end_token_the_limit_or_the_last_position(root, promp
     assert none == [Continuation([], "max_new_tokens")]
 
 
+def test_an_exception_in_the_middle_leaves_the_model_as_it_was(root) -> None:
+    ((before, after),) = run_on_ranks(1, state_after_an_exception, root / "llama-run", [1, 2, 3])
+    assert before == [True, True]
+    assert after == before
+
+
 def test_the_tool_prints_what_the_model_says(root, tmp_path) -> None:
     tokenizer = Tokenizer.load(root / "tokenizer.json")
     tokens = theirs(root / "gpt2", tokenizer.encode("for batch"))
@@ -152,7 +159,7 @@ def test_the_tool_refuses_what_cannot_be_with_what_to_use_instead(root, tmp_path
         ([run_directory, "--iteration", "9"], "there is no checkpoint of iteration 9"),
         ([run_directory, "--prompts-file", str(tmp_path / "none.txt")], "none.txt cannot be read"),
         # How Python gives bytes of the command line that are no UTF-8.
-        ([run_directory, "a", "\udcff"], "prompt 2 is no Unicode text"),
+        ([run_directory, "a", "\udcff"], "prompt 2 is not valid Unicode"),
         ([str(root / "gpt2-run"), "--precision", "fp8"], "precision.fp8_recipe=tensorwise"),
     ):
         with pytest.raises(SystemExit, match="2"):
@@ -160,10 +167,10 @@ def test_the_tool_refuses_what_cannot_be_with_what_to_use_instead(root, tmp_path
         assert text in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         tool.main([run_directory, "--top-p", "1.5"])
-    assert "'1.5' is no number from 0.0 to 1.0" in capsys.readouterr().err
+    assert "'1.5' is not a number from 0.0 to 1.0" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         tool.main([run_directory, "--seed", str(2**64)])
-    assert "is no number from 0 to" in capsys.readouterr().err
+    assert "is not a number from 0 to" in capsys.readouterr().err
 
 
 def test_prompts_of_a_file_are_its_lines(tmp_path) -> None:

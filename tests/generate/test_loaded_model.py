@@ -101,7 +101,7 @@ def loss_of(path: Path, settings: InferenceSettings) -> float:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     from megatron_fp8 import device as devices
-    from megatron_fp8.train.loaded_model import load_model
+    from megatron_fp8.generate.loaded_model import load_model
 
     FP8GlobalStateManager.reset()
     initialize_rng_tracker(force_reset=True)
@@ -118,7 +118,7 @@ def refusal_of_different_iterations(path: Path) -> str:
     """What is said where each rank found another checkpoint as the latest."""
     import torch
 
-    from megatron_fp8.train.loaded_model import _require_one_checkpoint
+    from megatron_fp8.generate.loaded_model import _require_one_checkpoint
 
     saved = read_saved_model(path, InferenceSettings(tensor_model_parallel_size=2), 2)
     _require_one_checkpoint(saved)
@@ -214,6 +214,6 @@ def test_a_damaged_checkpoint_is_refused(run, tmp_path) -> None:
     shutil.copytree(run / "checkpoints" / "iter_0000002", copy)
     largest = max(copy.iterdir(), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=f"damaged: .*{largest.name}"):
+    with pytest.raises(CheckpointError, match=f"corrupt: .*{largest.name}"):
         read_saved_model(copy, InferenceSettings(), 1)
     assert yaml.safe_load(read_saved_model(run, InferenceSettings(), 1).manifest.config)["run"]["name"] == "small"

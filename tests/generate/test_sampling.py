@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from megatron_fp8.data.tokenizer import train_bpe
+from megatron_fp8.commands.generate import TextStream, prompt_tokens
 from megatron_fp8.generate.sampling import Sampling, filtered, next_tokens
-from megatron_fp8.generate.text import TextStream, prompt_tokens
+from megatron_fp8.prepare.train_tokenizer import train_bpe
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])

@@ -7,14 +7,15 @@ from typing import Any
 
 import yaml
 
+from megatron_fp8.commands.convert import main
 from megatron_fp8.config.schema import Config
+from tests.command_line import exit_code
 from tests.small_run import batches
-from tools.convert_hf import main
 
 
 def convert(*arguments: object) -> None:
-    """`tools/convert_hf.py ARGUMENTS`, in this process; it has to succeed."""
-    assert main([str(argument) for argument in arguments]) == 0
+    """`megatron-fp8 convert ARGUMENTS`, in this process; it has to succeed."""
+    assert exit_code(main, *arguments) == 0
 
 
 def train_and_save(config: Config, directory: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from megatron_fp8.data.tokenizer import Tokenizer, train_bpe
+from megatron_fp8.data.tokenizer import Tokenizer
+from megatron_fp8.prepare.train_tokenizer import train_bpe
 from tests.hf.our_models import convert, logits_of, train_and_save
 from tests.hf.their_models import logits_of_folder, weights_of
 from tests.ranks import run_on_ranks
@@ -102,6 +103,7 @@ def test_tokenizer_is_the_runs(root) -> None:
     assert json.loads((root / "llama" / "config.json").read_text())["eos_token_id"] == ours.eod_id
 
 
+@pytest.mark.slow
 def test_folders_train_under_transformers_and_accelerate(root) -> None:
     program = Path(__file__).with_name("train_folders.py")
     done = subprocess.run(

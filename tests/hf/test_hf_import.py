@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from megatron_fp8.checkpoint.start import choose_start
-from megatron_fp8.config.continuation import compare_with_saved
+from megatron_fp8.checkpoint.resume import choose_start
 from megatron_fp8.config.load import load_config
+from megatron_fp8.config.resume_check import compare_with_saved
 from tests.hf.our_models import convert, logits_of
 from tests.hf.their_models import MODELS, logits_of_folder, make_folder, weights_of
 from tests.ranks import run_on_ranks

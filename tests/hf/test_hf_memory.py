@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_fp8.config.schema import ModelConfig
-from megatron_fp8.hf.families import config_json, tensor_groups
-from megatron_fp8.hf.shards import write_shards
+from megatron_fp8.hf import config_json, tensor_groups
+from megatron_fp8.hf.folder import write_shards
 
 VOCAB_SIZE, NUM_LAYERS = 2048, 24
 MODEL = ModelConfig(
@@ -32,8 +32,8 @@ import resource, sys
 from pathlib import Path
 import torch
 import torch.distributed.checkpoint, safetensors.torch
-import megatron_fp8.hf.stored, megatron_fp8.hf.shards, megatron_fp8.hf.reorder
-from tools.convert_hf import main
+import megatron_fp8.checkpoint.tensor_files
+from megatron_fp8.commands.convert import main
 torch.set_num_threads(1)
 limit_bytes = int(sys.argv[1])
 used = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmData"))

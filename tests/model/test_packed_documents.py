@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fp8.data.tokenizer import train_bpe
+from megatron_fp8.prepare.train_tokenizer import train_bpe
 from tests.ranks import run_on_ranks
 from tests.small_run import SEQ_LENGTH, small_config
 

@@ -12,10 +12,10 @@ import pytest
 
 from megatron_fp8.config.check import DataReport
 from megatron_fp8.config.load import load_config
-from megatron_fp8.planner import report
+from megatron_fp8.planner import plan_report
 from megatron_fp8.planner.gpus import GPUS
-from megatron_fp8.planner.plan import make_plan
-from megatron_fp8.planner.resolve import resolve_layout, resolve_sizes
+from megatron_fp8.planner.plan import make_plan, resolve_layout, resolve_sizes
+from megatron_fp8.planner.plan_report import plan_json
 from megatron_fp8.planner.search import search
 from megatron_fp8.precision import chart_labels
 from megatron_fp8.precision.chart import precision_chart
@@ -62,13 +62,13 @@ def all_numbers() -> list[Any]:
             plan = make_plan(run.config, layout, GPUS["h100-80g"])
             rows = precision_chart(run.config, layout)
             sizes = [{k: v for k, v in record.items() if "label" not in k} for record in chart_records(rows)]
-            found.append([preset.name, numbers(plan.as_json()), sizes])
+            found.append([preset.name, numbers(plan_json(plan)), sizes])
     return found
 
 
 def rename_all_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     names = random.Random(1)
-    for module, table in ((chart_labels, "LABELS"), (report, "MEMORY_LABELS")):
+    for module, table in ((chart_labels, "LABELS"), (plan_report, "MEMORY_LABELS")):
         renamed = {member: f"w{names.randrange(10**8):08}" for member in getattr(module, table)}
         monkeypatch.setattr(module, table, renamed)
 
@@ -106,7 +106,7 @@ def test_gathered_parameters_outside_fp8_keep_their_bytes_whatever_they_are_call
 @pytest.mark.parametrize("path", ["megatron_fp8/planner", "megatron_fp8/precision", "megatron_fp8/report"])
 def test_only_formatters_read_labels(path: str) -> None:
     """Whoever imports the tables, or functions that make text of them, makes text."""
-    texts = {"planner/report.py", "planner/search_report.py", "planner/plan.py", "precision/chart_labels.py"}
+    texts = {"planner/plan_report.py", "planner/search.py", "precision/chart_labels.py"}
     for file in (ROOT / path).rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             module = node.module if isinstance(node, ast.ImportFrom) else None

@@ -11,9 +11,8 @@ import pytest
 from megatron_fp8.config.attention import FusedAttention
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.schema import Config
-from megatron_fp8.planner.activations import activation_sizes
 from megatron_fp8.planner.gpus import GPUS
-from megatron_fp8.planner.memory import MemoryKind, StageMemory, stage_memories
+from megatron_fp8.planner.memory import MemoryKind, StageMemory, activation_sizes, stage_memories
 from tests.planner.held import held_by_rank, peak_of_step
 from tests.ranks import run_on_ranks
 from tests.small_run import VOCAB_SIZE, run_small, small_config

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.schema import Config
-from megatron_fp8.planner.parameters import model_parameters, rank_parameters
-from megatron_fp8.planner.stages import stage_chunks
+from megatron_fp8.planner.pipeline import rank_parameters, stage_chunks
+from megatron_fp8.planner.plan import model_parameters
 from tests.planner.published import GPT2_SMALL, GPT3_175B, LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, config_of
 from tests.ranks import run_on_ranks
 from tests.small_run import VOCAB_SIZE, run_small, small_config
@@ -71,7 +71,7 @@ def test_counts_are_those_of_the_real_model(
         assert planned.total == observed["total"]
         assert planned.fp8_gemm_weights == observed["fp8"]
         if world_size > 1 and "tensor_model_parallel_size" in parallel:
-            assert planned.whole == observed["whole"]
+            assert planned.replicated == observed["whole"]
     counts = model_parameters(config, layout)
     parts = [counts.word_embedding, counts.position_embedding, counts.final_norm, counts.head]
     assert sum(parts) + config.model.num_layers * counts.per_layer == counts.total

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.schema import Config
-from megatron_fp8.planner.schedule import bubble_share, stage_passes
+from megatron_fp8.planner.pipeline import bubble_share, stage_passes
 from tests.ranks import run_on_ranks
 from tests.small_run import VOCAB_SIZE, batches, run_small, small_config
 

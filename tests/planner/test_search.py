@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 
+from megatron_fp8.commands.plan import main
+from megatron_fp8.commands.train_options import summarize
 from megatron_fp8.config.check import check_config
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.load import load_config
-from megatron_fp8.config.summary import summarize
-from megatron_fp8.planner.duration import duration, fp8_gain
-from megatron_fp8.planner.flops import flops_per_token
+from megatron_fp8.planner.flops import UnknownPeakError, flops_per_token, fp8_gain, run_duration
 from megatron_fp8.planner.gpus import GPUS
 from megatron_fp8.planner.memory import stage_memories
 from megatron_fp8.planner.search import DISTRIBUTED, PP, RECOMPUTE, TP, SearchResult, search, with_values
-from megatron_fp8.planner.speed import UnknownPeakError
+from tests.command_line import exit_code
 from tests.planner.published import LLAMA3_8B, LLAMA3_70B, config_of
-from tools.plan import main
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "llama_1b_fp8.yaml")
@@ -72,7 +71,7 @@ def test_a_large_model_is_divided() -> None:
 
 @pytest.mark.parametrize("model", [LLAMA3_70B | {"num_layers": 79, "hidden_size": 8200}, LLAMA3_70B])
 def test_it_says_why_nothing_fits(model: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([CONFIG, "--search", "8", *overrides_of(model, "training.global_batch_size=8")]) == 1
+    assert exit_code(main, CONFIG, "--search", "8", *overrides_of(model, "training.global_batch_size=8")) == 1
     answer = capsys.readouterr().out
     assert "0 fit into" in answer
     if model is LLAMA3_70B:
@@ -94,19 +93,19 @@ def test_days_and_gpu_hours() -> None:
     config = config_of(LLAMA3_8B)
     layout = derive_layout(config, 1024, None)
     flops = flops_per_token(config, layout)
-    spent = duration(config, layout, flops, H100, 15e12, mfu=0.4)
+    spent = run_duration(config, layout, flops, H100, 15e12, mfu=0.4)
     expected = 15e12 * flops.model / (1024 * 0.4 * 989.4e12)
     assert spent.days == pytest.approx(expected / 86400)
     assert spent.gpu_hours == pytest.approx(expected / 3600 * 1024)
     # Meta's model card: 1.3 million H100 hours for 15 trillion tokens, restarts and all.
     assert 0.4e6 < spent.gpu_hours < 1.3e6
-    assert duration(config, layout, flops, GPUS["cpu"], 15e12).withheld is not None
+    assert run_duration(config, layout, flops, GPUS["cpu"], 15e12).withheld is not None
 
 
 def test_a_peak_that_does_not_exist_is_withheld() -> None:
     config = config_of(LLAMA3_8B, precision={"mode": "fp8"})
     layout = derive_layout(config, 1024, None)
-    spent = duration(config, layout, flops_per_token(config, layout), GPUS["a100-80g"], 1e12)
+    spent = run_duration(config, layout, flops_per_token(config, layout), GPUS["a100-80g"], 1e12)
     assert spent.days is None
     assert spent.withheld == "the A100 has no FP8 tensor cores"
 
@@ -151,11 +150,7 @@ def test_the_tool_plans_without_torch() -> None:
     ],
 )
 def test_the_tool_names_mistakes(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code = main([CONFIG, *arguments])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
+    assert exit_code(main, CONFIG, *arguments) == 2
     assert text in capsys.readouterr().err
 
 

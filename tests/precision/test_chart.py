@@ -165,8 +165,8 @@ def test_gemm_operands(mode: str, one_rank: Any) -> None:
     for gemm, operands in GEMM_OPERANDS.items():
         for operand in operands:
             row = find(rows, Tensor.GEMM_OPERAND, gemm=gemm, operand=operand)
-            expected[gemm.value, operand.name.lower(), row.format.value] += 4 * layers_in_fp8 * NUM_MICROBATCHES
-            expected[gemm.value, operand.name.lower(), outside] += count_outside
+            expected[gemm.name.lower(), operand.name.lower(), row.format.value] += 4 * layers_in_fp8 * NUM_MICROBATCHES
+            expected[gemm.name.lower(), operand.name.lower(), outside] += count_outside
     assert one_rank(mode)["gemms"] == expected
 
 

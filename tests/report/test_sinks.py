@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sink_files import only_wandb_file, tensorboard_scalars, wandb_history, wandb_messages
 
-from megatron_fp8.config.dump import dump_config
+from megatron_fp8.config.load import dump_config
 from megatron_fp8.report.guarded import Guarded
 from megatron_fp8.report.record import METRICS, JsonLines, Recorder, Sink, drop_records_after, read_records
 from megatron_fp8.report.series_registry import series_of

@@ -21,20 +21,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_fp8.checkpoint.directory import TRACKER, CheckpointDirectory
+from megatron_fp8.checkpoint.directory import TRACKER, CheckpointDirectory, lock_for_reading
 from megatron_fp8.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
     Manifest,
-    damage,
     file_sum,
+    find_corruption,
     read_manifest,
+    write_atomically,
     write_manifest,
     write_sums,
-    write_whole,
 )
 from megatron_fp8.checkpoint.plain_index import INDEX, read_plain_index
-from megatron_fp8.checkpoint.reading import kept
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf.folder import INDEX as HF_INDEX
 from megatron_fp8.hf.folder import read_folder
@@ -93,7 +92,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path: Path, name: s
     write_index(tmp_path, "__0_0.distcp", of_bytes)
     assert list(read_plain_index(tmp_path)) == ([] if of_bytes else ["thing"])
     write_index(tmp_path, name, of_bytes)
-    with pytest.raises(CheckpointError, match="outside of its directory"):
+    with pytest.raises(CheckpointError, match="outside the checkpoint"):
         read_plain_index(tmp_path)
 
 
@@ -107,8 +106,8 @@ def test_a_manifest_that_names_a_file_elsewhere_is_damage(
     checkpoint = commit(directory, 1)
     manifest = read_manifest(checkpoint)
     write_manifest(checkpoint, Manifest(1, "", {}, {}, {}, files={**manifest.files, name: manifest.files["data"]}))
-    (found,) = damage(checkpoint)
-    assert "outside of its directory" in found
+    (found,) = find_corruption(checkpoint)
+    assert "outside the checkpoint" in found
 
 
 def test_a_link_to_a_file_elsewhere_is_damage_although_its_content_is_right(
@@ -118,8 +117,8 @@ def test_a_link_to_a_file_elsewhere_is_damage_although_its_content_is_right(
     (checkpoint / "data").unlink()
     (checkpoint / "data").symlink_to(outside / "precious")
     write_manifest(checkpoint, Manifest(1, "", {}, {}, {}, files={"data": file_sum(outside / "precious")}))
-    (found,) = damage(checkpoint)
-    assert "is a link" in found
+    (found,) = find_corruption(checkpoint)
+    assert "is a symbolic link" in found
 
 
 @pytest.mark.parametrize("name", [MANIFEST, INDEX, TRACKER])
@@ -132,10 +131,10 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(directory: 
     read = {MANIFEST: read_manifest, INDEX: read_plain_index, TRACKER: lambda _: directory.latest()}
     with pytest.raises(CheckpointError, match=f"{name}.* cannot be read.*it is a pipe, not a file"):
         read[name](checkpoint)
-    with kept(checkpoint) as is_there:
+    with lock_for_reading(checkpoint) as is_there:
         assert is_there
     if name == MANIFEST:
-        assert directory.newest_whole() == 1
+        assert directory.newest_intact() == 1
         commit(directory, 3)
         assert directory.prune(keep_last=1, retain_interval=None) == [1, 2]
 
@@ -234,7 +233,7 @@ def test_removing_a_link_leaves_what_it_points_to(
 
 def test_a_file_is_not_written_through_a_link_at_its_temporary_name(tmp_path: Path, outside: Path) -> None:
     (tmp_path / f".{TRACKER}.tmp").symlink_to(outside / "precious")
-    write_whole(tmp_path / TRACKER, "1\n")
+    write_atomically(tmp_path / TRACKER, "1\n")
     assert (tmp_path / TRACKER).read_text(encoding="utf-8") == "1\n"
     assert not (tmp_path / TRACKER).is_symlink()
     assert is_untouched(outside)

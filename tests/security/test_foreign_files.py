@@ -19,11 +19,12 @@ from megatron_fp8.checkpoint.saved_model import read_config
 from megatron_fp8.config.load import load_config
 from megatron_fp8.config.problem import ConfigError
 from megatron_fp8.data.blend import Blend
-from megatron_fp8.data.split_order import build_order, load_order, save_order
-from megatron_fp8.data.token_file import TokenFileError, TokenFileWriter, idx_path, read_index
+from megatron_fp8.data.order import build_order, load_order, save_order
+from megatron_fp8.data.token_file import TokenFileError, idx_path, read_index
 from megatron_fp8.data.tokenizer import Tokenizer, TokenizerError
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf.folder import read_folder
+from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 
 
 class Foreign:

@@ -20,6 +20,10 @@ ENVIRONMENTS = {
 }
 
 
+# What pyproject.toml's extra `all` consists of.
+TRAINER = ("train", "data", "report", "hf")
+
+
 def text(part: str) -> str:
     return (LOCKS / f"{part}.lock").read_text(encoding="utf-8")
 
@@ -32,7 +36,9 @@ def entries(parts: tuple[str, ...], python: str, machine: str) -> list[Package]:
 def wanted(extras: tuple[str, ...], python: str) -> list[Requirement]:
     """What pyproject.toml asks for, without a TOML parser, which Python 3.10 lacks."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    lists = [re.search(rf"^{name} = \[\n(.*?)^\]", project, re.M | re.S) for name in ("dependencies", *extras)]
+    lists = [
+        re.search(rf"^{name} = \[\n(.*?)^\]", project, re.M | re.S) for name in ("dependencies", *TRAINER, *extras)
+    ]
     lines = [line for one in lists if one is not None for line in re.findall(r'^    "([^"]+)",', one[1], re.M)]
     assert len(lines) > 20 + len(extras)
     requirements = map(Requirement, lines)

@@ -1,24 +1,19 @@
-"""Owns SentencePiece `.model` files."""
+"""SentencePiece `.model` files."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import sentencepiece
-from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made at import
+from numpy.typing import NDArray
 
-from megatron_fp8.data.cuts import AT_SPACES, BEFORE_WORDS, Cuts
-from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, EOD, FlatIds, TokenizerError
-
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-_ACROSS = re.compile(rf"[^{_SPACE}]{_SPACE}")
+from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, EOD, TokenizerError
 
 
 class SentencePiece:
-    """A `Backend` of a SentencePiece model. What its normalizer drops from a text, decoding does not bring back."""
+    """A `Backend` of a SentencePiece model. Decoding does not restore what its normalizer drops."""
 
     def __init__(self, path: Path, eod_token: str | None) -> None:
         self._model = sentencepiece.SentencePieceProcessor()
@@ -26,29 +21,27 @@ class SentencePiece:
             self._model.Load(str(path))
         except (RuntimeError, OSError) as error:
             raise TokenizerError(
-                f"{path} is not a SentencePiece model: {error}", "name a whole .model file of SentencePiece"
+                f"{path} is not a SentencePiece model: {error}", "name a complete SentencePiece .model file"
             ) from error
-        self.cuts = _cuts_of(self._model)
         self.eod_token = eod_token or self._own_eod(path)
         self.eod_id = self._model.PieceToId(self.eod_token)
         self.vocab_size: int = self._model.GetPieceSize()
         if self._model.IdToPiece(self.eod_id) != self.eod_token:
             raise TokenizerError(f"{path} has no piece {self.eod_token}", self._advice(), EOD)
-        # A control piece is one that no text gives.
+        # No text encodes to a control piece.
         if not self._model.IsControl(self.eod_id):
             raise TokenizerError(
-                f"{path} reads {self.eod_token} inside a text as that piece: a text could end itself",
+                f"{path} encodes {self.eod_token} inside a text as that piece: a text could end itself",
                 self._advice(),
                 EOD,
             )
 
-    def encode(self, texts: Sequence[str]) -> FlatIds:
-        """Ids of all texts, without beginning and end of each."""
-        encoded = self._model.Encode(list(texts), num_threads=1)
-        return FlatIds.of([np.array(ids, dtype=np.int32) for ids in encoded])
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """Ids of each text, without BOS and EOS."""
+        return [np.array(ids, dtype=np.int32) for ids in self._model.Encode(list(texts), num_threads=1)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; the end of a document, for which the library would show nothing, by its name."""
+        """The text of `ids`; `eod_id`, which the library would omit, shows as its name."""
         parts: list[list[int]] = [[]]
         for token in ids:
             if token == self.eod_id:
@@ -63,34 +56,11 @@ class SentencePiece:
             return END_OF_DOCUMENT
         end: int = self._model.eos_id()
         if end < 0:
-            reason = f"{path} has neither a control piece {END_OF_DOCUMENT} nor an end of its own to end documents with"
-            raise TokenizerError(reason, self._advice(), EOD)
+            raise TokenizerError(f"{path} has neither a control piece {END_OF_DOCUMENT} nor EOS", self._advice(), EOD)
         piece: str = self._model.IdToPiece(end)
         return piece
 
     def _advice(self) -> str:
         numbers = range(self._model.GetPieceSize())
         control = [self._model.IdToPiece(number) for number in numbers if self._model.IsControl(number)]
-        return f"set data.eod_token to one of its control pieces: {', '.join(control[:10]) or 'it has none'}"
-
-
-def _cuts_of(model: sentencepiece.SentencePieceProcessor) -> Cuts | None:
-    """Where to cut: at spaces of a BPE none of whose pieces has a space after something else; None: nowhere.
-
-    A unigram model adds up scores along the whole text, so that how they are rounded depends on what came before.
-    """
-    message = ModelProto.FromString(model.serialized_model_proto())
-    normalizer, trainer = message.normalizer_spec, message.trainer_spec
-    pieces = [piece.piece for piece in message.pieces]
-    is_local = (
-        trainer.model_type == trainer.BPE
-        and not normalizer.precompiled_charsmap
-        and normalizer.escape_whitespaces
-        and not trainer.treat_whitespace_as_suffix
-        and _SPACE in pieces
-        and not any(_ACROSS.search(piece) for piece in pieces)
-    )
-    if is_local and normalizer.add_dummy_prefix:
-        return AT_SPACES
-    # Spaces at the beginning of a part would be removed, too.
-    return BEFORE_WORDS if is_local and not normalizer.remove_extra_whitespaces else None
+        return f"set data.eod_token to one of its control pieces ({', '.join(control[:10]) or 'it has none'})"

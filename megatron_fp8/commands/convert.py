@@ -1,0 +1,109 @@
+"""Converts between checkpoints of this project and Hugging Face folders, a tensor at a time.
+
+Supported are Llama (RMSNorm, gated MLP, RoPE, grouped queries) and GPT-2 (LayerNorm, learned positions, biases), in any
+parallel layout and format; the weights are the FP32 master weights. An exported folder loads with transformers'
+AutoModelForCausalLM and AutoTokenizer. An import creates a checkpoint and a config.yaml to fine-tune with.
+Nothing is overwritten. Exit codes: 0: done; 1: the folder could not be written; 2: wrong input. Only 0 leaves a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from megatron_fp8.checkpoint.manifest import CheckpointError
+from megatron_fp8.commands.model_options import positive
+from megatron_fp8.errors import BadInputError
+from megatron_fp8.hf.export import ExportSettings, export_checkpoint
+from megatron_fp8.hf.import_model import ImportSettings, import_folder
+
+OnTensor = Callable[[str, int], None]
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    export = commands.add_parser("export", help="checkpoint to Hugging Face folder")
+    export.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="run directory, or one of its checkpoints")
+    export.add_argument("out", metavar="OUT_FOLDER", type=Path, help="folder to create")
+    export.add_argument(
+        "--dtype", choices=("bf16", "fp32", "fp16"), help="format of the weights (default: the run's parameters')"
+    )
+    export.add_argument(
+        "--max-shard-size", type=_num_bytes, default="5GB", metavar="SIZE", help="max file size (default: 5GB)"
+    )
+    export.add_argument(
+        "--skip-verify", action="store_true", help="compare file sizes only (default: read and verify every byte)"
+    )
+    imported = commands.add_parser("import", help="Hugging Face folder to checkpoint")
+    imported.add_argument("folder", metavar="HF_FOLDER", type=Path, help="folder with config.json, model.safetensors")
+    imported.add_argument("out", metavar="OUT", type=Path, help="folder to create")
+    imported.add_argument(
+        "--seq-length", type=positive, metavar="N", help="tokens per sample (default: all positions of the model)"
+    )
+    for command in (export, imported):
+        command.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json (default: the model's)")
+        command.add_argument("--no-tokenizer", action="store_true", help="convert without a tokenizer")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; exit codes as above."""
+    s = make_parser().parse_args(arguments)
+    try:
+        with _progress() as on_tensor:
+            if s.command == "export":
+                wanted = ExportSettings(s.dtype, s.max_shard_size, s.tokenizer, not s.no_tokenizer, not s.skip_verify)
+                summary = _export(s.checkpoint, s.out, wanted, on_tensor)
+            else:
+                summary = _import(
+                    s.folder, s.out, ImportSettings(s.seq_length, s.tokenizer, not s.no_tokenizer), on_tensor
+                )
+    except (BadInputError, CheckpointError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        print(f"{s.out} could not be written: {error}", file=sys.stderr)
+        sys.exit(1)
+    print(summary)
+
+
+def _export(checkpoint: Path, out: Path, settings: ExportSettings, on_tensor: OnTensor) -> str:
+    done = export_checkpoint(checkpoint, out, settings, on_tensor)
+    summary = f"wrote {out}: {done.num_bytes:,} bytes of weights in {done.dtype}, from {done.checkpoint}"
+    return "\n".join([summary, *(f"note: {note}" for note in done.notes)])
+
+
+def _import(folder: Path, out: Path, settings: ImportSettings, on_tensor: OnTensor) -> str:
+    done = import_folder(folder, out, settings, on_tensor)
+    summary = f"wrote {out}: {done.num_parameters:,} parameters. Fine-tune with"
+    start = f"  pretrain.py {done.config} data.train_data_path=[PREFIX]"
+    return "\n".join([summary, start, *(f"note: {note}" for note in done.notes)])
+
+
+@contextmanager
+def _progress() -> Iterator[OnTensor]:
+    """A bar over tensors, on standard error; yields what to call for each."""
+    bar, count, left = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = (TextColumn("{task.description}"), bar, count, TimeElapsedColumn(), left)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+        task = display.add_task("reading headers", total=None)
+        yield lambda name, total: display.update(task, description=name, total=total, advance=1)
+
+
+def _num_bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?B?)", text.strip().upper())
+    unit = _UNITS.get(match.group(2)) if match else None
+    size = int(float(match.group(1)) * unit) if match and unit else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; use a number with a unit, as in 5GB or 500MB")
+    return size

@@ -1,0 +1,161 @@
+"""Owns what may differ between a config and that of the checkpoint which a run goes on from.
+
+Three kinds of keys: those that make it another model or other data order, which are refused; those of the schedule,
+which are refused unless the config says that it means them; and those that may change, the interesting ones of which
+are mentioned. The end of the decay is part of the schedule also where it follows from the run's length.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from megatron_fp8.config.fields import config_fields
+from megatron_fp8.config.problem import Problem, show_value
+from megatron_fp8.config.rules_optimizer import decay_end, decays_from, learning_rate
+from megatron_fp8.config.run_start import START, Position
+from megatron_fp8.config.schema import Config, OptimizerConfig, TrainingConfig
+
+# Change what is computed from which weights, or which sample comes next.
+_FIXED_SECTIONS = ("model",)
+_FIXED = ("training.seed",)
+_FREE_IN_FIXED_SECTIONS = (
+    "model.recompute_granularity",
+    "model.recompute_num_layers",
+    "model.make_vocab_size_divisible_by",
+    "model.hidden_dropout",
+    "model.attention_dropout",
+    "model.init_method_std",
+)
+_OF_SCHEDULE = ("optimizer.",)
+_OVERRIDE = "checkpoint.override_opt_param_scheduler=true"
+_DECAY = "optimizer.lr_decay_iters"
+# What the end of the decay follows from; the first that is another one is to blame.
+_LENGTHS = ("training.train_samples", "training.train_epochs", "training.global_batch_size", "training.train_iters")
+# Change nothing about the training itself.
+_SILENT = (
+    "run.",
+    "logging.",
+    "checkpoint.",
+    "faults.",
+    "profile.",
+    "data.num_workers",
+    "data.data_cache_path",
+    "training.eval_",
+    "training.multiple_validation_sets",
+    "training.full_validation",
+    # What they say is in training.train_iters.
+    "training.train_samples",
+    "training.train_epochs",
+)
+_REMARKS = {
+    "training.global_batch_size": "the samples come in the same order, more or fewer of them in a step",
+    **dict.fromkeys(
+        ("data.train_data_path", "data.data_path", "data.split"),
+        "the position in the data is counted in samples, whatever they are now",
+    ),
+}
+
+
+def compare_with_saved(
+    config: Config, saved_text: str, weights_only: bool = False, position: Position = START
+) -> tuple[list[Problem], list[str]]:
+    """(what forbids to go on from a checkpoint whose config was `saved_text`, in YAML; what a person should know).
+
+    `weights_only`: of the saved run nothing but the weights is taken, so that only the model must be the same.
+    `position`: where the run goes on.
+    """
+    problems, notes = [], []
+    differences = list(_differences(config, saved_text))
+    for key, now, before in differences:
+        if weights_only and not key.startswith(_FIXED_SECTIONS):
+            continue
+        if _is_fixed(key):
+            reason = (
+                f"the checkpoint was made with {show_value(before)}: it is another model, or another order of samples"
+            )
+            problems.append(Problem(key, now, reason, f"{key}={show_value(before)}"))
+        elif key == _DECAY:
+            # Compared by what it means: naming the step at which the decay ends anyway changes nothing.
+            continue
+        elif key.startswith(_OF_SCHEDULE) and not config.checkpoint.override_opt_param_scheduler:
+            use = f"{key}={show_value(before)}, or {_OVERRIDE}"
+            problems.append(Problem(key, now, f"the checkpoint was made with {show_value(before)}", use))
+        elif not key.startswith(_SILENT):
+            remark = f": {_REMARKS[key]}" if key in _REMARKS else ""
+            notes.append(f"{key} is {show_value(now)}, was {show_value(before)}{remark}")
+    if not weights_only:
+        before = _schedule_before(config, differences)
+        problems += _another_decay(config, before, differences, position.iteration)
+        notes += _another_rate(config, before, position.iteration)
+    return problems, notes
+
+
+def _schedule_before(config: Config, differences: list[tuple[str, Any, Any]]) -> Config:
+    """`config` with the saved values of all that decides about the learning rate."""
+    values: dict[str, dict[str, Any]] = {"optimizer": {}, "training": {}}
+    for key, _, before in differences:
+        section, _, name = key.partition(".")
+        if section in values:
+            values[section][name] = before
+    # Saved values have passed the rules of their time.
+    optimizer = OptimizerConfig.model_construct(**{**dict(config.optimizer), **values["optimizer"]})
+    training = TrainingConfig.model_construct(**{**dict(config.training), **values["training"]})
+    return config.model_copy(update={"optimizer": optimizer, "training": training})
+
+
+def _another_decay(
+    config: Config, before: Config, differences: list[tuple[str, Any, Any]], iteration: int
+) -> Iterator[Problem]:
+    """That the decay ends at another step, unless nothing until now would have been different: see `decays_from`."""
+    end, end_before = decay_end(config), decay_end(before)
+    same_style = config.optimizer.lr_decay_style == before.optimizer.lr_decay_style
+    # No end: the length is not known, which others say.
+    if config.checkpoint.override_opt_param_scheduler or not end or end == end_before or not same_style:
+        return
+    if iteration <= min(decays_from(config), decays_from(before)):
+        return
+    changed = [(key, now) for key, now, _ in differences if key in _LENGTHS]
+    derived = config.optimizer.lr_decay_iters is None and changed
+    key, value = next((each for name in _LENGTHS for each in changed if each[0] == name), ("", None))
+    if not derived:
+        key, value = _DECAY, config.optimizer.lr_decay_iters
+    follows = f"{_DECAY} is null, so that " if config.optimizer.lr_decay_iters is None else ""
+    old, new = learning_rate(before, iteration), learning_rate(config, iteration)
+    rates = f"jump from {old:.4g} to {new:.4g}" if old != new else f"be {old:.4g} as before, but not later"
+    yield Problem(
+        key,
+        value,
+        f"{follows}the decay of the learning rate would end at step {end}, where the checkpoint's schedule has "
+        f"{end_before}; at step {iteration} the rate would {rates}",
+        f"{_DECAY}={end_before}, or {_OVERRIDE}",
+    )
+
+
+def _another_rate(config: Config, before: Config, iteration: int) -> Iterator[str]:
+    """The old and the new rate, where another schedule is meant."""
+    if not config.checkpoint.override_opt_param_scheduler:
+        return
+    if decay_end(config) != decay_end(before):
+        yield f"the decay of the learning rate ends at step {decay_end(config)}, was {decay_end(before)}"
+    old, new = learning_rate(before, iteration), learning_rate(config, iteration)
+    if old != new:
+        yield f"the learning rate at step {iteration} is {new:.4g}, was {old:.4g}"
+
+
+def _is_fixed(key: str) -> bool:
+    in_section = key.partition(".")[0] in _FIXED_SECTIONS and key not in _FREE_IN_FIXED_SECTIONS
+    return in_section or key in _FIXED
+
+
+def _differences(config: Config, saved_text: str) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value now, value saved) where they differ; a key that did not exist then had what is its default now."""
+    saved = yaml.safe_load(saved_text) or {}
+    for key, spec in config_fields().items():
+        now = getattr(getattr(config, spec.section), spec.name)
+        before = saved.get(spec.section, {}).get(spec.name, spec.default)
+        if now != before:
+            yield key, now, before

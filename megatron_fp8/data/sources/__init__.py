@@ -1,1 +1,0 @@
-"""Texts to be encoded: which files they are in, and reading these in blocks from any position."""
