@@ -39,6 +39,10 @@ COMMANDS = {
     "evaluate": Command("evaluate", "measure the loss of a checkpoint on token files"),
     "generate": Command("generate", "generate text with the model of a checkpoint"),
     "lm-eval": Command("lm_eval", "evaluate a checkpoint on tasks of lm-eval"),
+    "report": Command("report", "write the HTML report of a run, or a comparison of several"),
+    "compare-runs": Command("compare_runs", "find the first step at which two runs differ"),
+    "replay": Command("replay", "rewrite the TensorBoard and wandb views of a run from its record"),
+    "dashboard": Command("dashboard", "print or save the wandb dashboard of runs"),
 }
 
 
