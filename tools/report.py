@@ -1,62 +1,6 @@
-"""Writes the report of a run, or a comparison of several, as one HTML file that needs no network.
+"""Writes the HTML report of runs: `megatron-fp8 report` as a script."""
 
-A run that is going on, was killed or failed has a report too. Each run writes its own when it ends: RUN/report.html.
-"""
-
-from __future__ import annotations
-
-import argparse
-import os
-import sys
-from pathlib import Path
-
-from megatron_fp8.report.html.page import REPORT, write_report
-from megatron_fp8.report.html.read import Run, RunError, read_run
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0: the report is written; 2: a run or the output is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory, as in runs/quickstart")
-    parser.add_argument(
-        "--output", type=Path, help="file to write (default: RUN/report.html; comparison.html for several runs)"
-    )
-    settings = parser.parse_args(arguments)
-    directories: list[Path] = settings.runs
-    several = len(directories) > 1
-    output: Path = settings.output or (Path("comparison.html") if several else directories[0] / REPORT)
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        problem = "is a directory" if output.is_dir() else f"cannot be: there is no directory {output.parent}"
-        parser.error(f"--output {output} {problem}; name a file in a directory that exists")
-    runs: list[Run] = []
-    problems = []
-    for directory, name in zip(directories, _names(directories), strict=True):
-        try:
-            runs.append(read_run(directory, name))
-        except RunError as error:
-            problems.append(f"RUN {directory}: {error}")
-    if problems:
-        print("\n".join(problems), file=sys.stderr)
-        return 2
-    try:
-        write_report(runs, output)
-    except OSError as error:
-        print(f"--output {output} cannot be written: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {output}")
-    return 0
-
-
-def _names(directories: list[Path]) -> list[str]:
-    """Directories' own names; of those with the same name, what is after the directory that they share."""
-    paths = [directory.resolve() for directory in directories]
-    names = []
-    for path in paths:
-        namesakes = {other for other in paths if other.name == path.name}
-        shared = os.path.commonpath(namesakes) if len(namesakes) > 1 else path.parent
-        names.append(str(path.relative_to(shared)))
-    return names
-
+from megatron_fp8.commands.report import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

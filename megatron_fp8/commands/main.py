@@ -30,15 +30,19 @@ class Command:
 COMMANDS = {
     "train": Command("train", "train a model; under torchrun on several ranks"),
     "check": Command("train", "validate a config, reporting every mistake", ("--check",)),
-    "plan": Command("plan", "estimate memory, FLOPs, traffic and time of a run, or search layouts for it"),
-    "precision-chart": Command("precision_chart", "list the number format of every tensor of a run"),
+    "plan": Command("plan", "predict memory, FLOPs, communication and days, or search layouts"),
+    "precision-chart": Command("precision_chart", "print the format and bytes of every kind of tensor"),
     "data": Command("data", "inspect, verify, merge and split token files"),
     "preprocess": Command("preprocess", "tokenize text into token files"),
     "checkpoint": Command("checkpoint", "inspect, verify and compare checkpoints"),
-    "convert": Command("convert", "export a checkpoint to Hugging Face format, or import a model from it"),
-    "generate": Command("generate", "generate text from a checkpoint"),
+    "convert": Command("convert", "convert checkpoints to and from Hugging Face folders"),
     "evaluate": Command("evaluate", "measure the loss of a checkpoint on token files"),
-    "lm-eval": Command("lm_eval", "evaluate a checkpoint on tasks of the lm-evaluation-harness"),
+    "generate": Command("generate", "generate text with the model of a checkpoint"),
+    "lm-eval": Command("lm_eval", "evaluate a checkpoint on tasks of lm-eval"),
+    "report": Command("report", "write the HTML report of a run, or a comparison of several"),
+    "compare-runs": Command("compare_runs", "find the first step at which two runs differ"),
+    "replay": Command("replay", "rewrite the TensorBoard and wandb views of a run from its record"),
+    "dashboard": Command("dashboard", "print or save the wandb dashboard of runs"),
 }
 
 

@@ -67,19 +67,17 @@ def valid_blend(data: DataConfig) -> Blend:
 
 
 def _blend(data: DataConfig, name: str, entries: list[str]) -> Blend:
+    key: str = paths_key(data, name)
+    value: list[str] | str = list(data.data_path or entries)
     try:
         blend = parse_blend(data.data_path or entries)
+        if data.data_path:
+            key, value = "data.split", data.split or DEFAULT_SPLIT
+            train, valid, _ = parse_split(value)
+            blend = replace(blend, share=train if name == "train" else valid)
     except BlendError as error:
-        value = list(data.data_path or entries)
-        raise DataKeyError(Problem(paths_key(data, name), value, error.reason, error.use_instead)) from error
-    if not data.data_path:
-        return blend
-    text = data.split or DEFAULT_SPLIT
-    try:
-        train, valid, _ = parse_split(text)
-    except BlendError as error:
-        raise DataKeyError(Problem("data.split", text, error.reason, error.use_instead)) from error
-    return replace(blend, share=train if name == "train" else valid)
+        raise DataKeyError(Problem(key, value, error.reason, error.use_instead)) from error
+    return blend
 
 
 def parse_blend(entries: Sequence[str]) -> Blend:

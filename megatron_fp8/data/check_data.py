@@ -63,12 +63,9 @@ def _parts(config: Config) -> tuple[list[_Part], list[Problem]]:
     """What the config's keys select, and what is wrong with them."""
     data = config.data
     parts, problems = [], []
-    for name, paths, blend_of in (
-        ("train", data.data_path or data.train_data_path, train_blend),
-        ("valid", data.data_path or data.valid_data_path, valid_blend),
-    ):
-        unused = name == "valid" and data.data_path and config.training.eval_iters == 0
-        if not paths or unused:
+    for name, blend_of in (("train", train_blend), ("valid", valid_blend)):
+        is_unused = name == "valid" and data.data_path and config.training.eval_iters == 0
+        if is_unused or not (data.data_path or getattr(data, f"{name}_data_path")):
             continue
         try:
             parts.append(_Part(name, paths_key(data, name), blend_of(data)))
@@ -110,8 +107,13 @@ def _epoch_samples(config: Config, blend: Blend) -> tuple[int | None, list[Probl
         reason = "a weighted blend has no epochs: its weights determine how often each file is read"
         use = "training.train_samples or training.train_iters; or prefixes without weights"
         return None, [Problem(EPOCHS, epochs, reason, use)]
+    return _samples(config, blend, epochs), []
+
+
+def _samples(config: Config, blend: Blend, epochs: float) -> int:
+    """The samples of so many passes over each file."""
     tokens = [tokens_read(blend, read_index(prefix)) for prefix in blend.prefixes]
-    return sum(samples_in(number, config.model.seq_length, epochs) for number in tokens), []
+    return sum(samples_in(number, config.model.seq_length, epochs) for number in tokens)
 
 
 def _notes(config: Config, parts: list[_Part]) -> list[str]:
@@ -122,11 +124,7 @@ def _notes(config: Config, parts: list[_Part]) -> list[str]:
         count = "1 file" if len(part.blend.prefixes) == 1 else f"{len(part.blend.prefixes)} files"
         note = f"{part.name}: {count}, {tokens:,} tokens"
         if part.name == "train" and part.blend.weights is None:
-            samples = sum(
-                samples_in(tokens_read(part.blend, read_index(prefix)), config.model.seq_length)
-                for prefix in part.blend.prefixes
-            )
-            note += f", {samples:,} samples per epoch"
+            note += f", {_samples(config, part.blend, 1):,} samples per epoch"
         notes.append(note)
     for prefix in dict.fromkeys(prefix for part in parts for prefix in part.blend.prefixes):
         size, read = bin_path(prefix).stat().st_size, bytes_read_for_ids(prefix)

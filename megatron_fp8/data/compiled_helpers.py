@@ -40,8 +40,8 @@ def compiled_helpers() -> ModuleType:
 
 def _load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(NAME, path)
-    if spec is None or spec.loader is None:
-        raise HelpersError(f"{path} cannot be loaded as a module")
+    assert spec is not None
+    assert spec.loader is not None
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -50,17 +50,6 @@ class MicroBatch:
     """int32 `[n + 1]`, `documents.cumulative_lengths` of `tokens`; None: attention crosses documents."""
 
 
-@dataclass(frozen=True)
-class _HostStep:
-    """This rank's share of a global batch in host memory.
-
-    `packed`: int64 [fields, micro-batches, b, s]. `lengths`: `cu_seqlens` of every micro-batch, if used.
-    """
-
-    packed: Tensor
-    lengths: list[Tensor]
-
-
 class BatchLoader:
     """Micro-batches of one rank, after `consumed_samples`; a context manager that ends its threads.
 
@@ -100,7 +89,7 @@ class BatchLoader:
         self._drawn_steps = 0
         self._queues: list[deque[MicroBatch]] = []
         self._taken: list[int] = []
-        self._prefetched: deque[Future[_HostStep]] = deque()
+        self._prefetched: deque[Future[tuple[Tensor, list[Tensor]]]] = deque()
         self._next_sample = consumed_samples
         self._pool: ThreadPoolExecutor | None = None
         if num_workers > 0 and self._is_reader:
@@ -165,9 +154,10 @@ class BatchLoader:
     def _receive(self, step_start: int) -> list[MicroBatch]:
         num_micro_batches, micro_batch_size = self._sampler.num_micro_batches, self._sampler.micro_batch_size
         if self._is_reader:
-            read = self._next_read(step_start)
-            packed = read.packed.to(self._device, non_blocking=True)
+            host_packed, read_lengths = self._next_read(step_start)
+            packed = host_packed.to(self._device, non_blocking=True)
         else:
+            read_lengths = []
             shape = (len(FIELDS), num_micro_batches, micro_batch_size, self._seq_length)
             packed = torch.empty(shape, dtype=torch.int64, device=self._device)
         if self._tp_group is not None and self._tp_group.size() > 1:
@@ -177,7 +167,7 @@ class BatchLoader:
         if self._reset_attention_after is not None:
             # The number of documents is a shape, which the host needs: ranks that do not read wait for the broadcast,
             # once a step.
-            lengths = self._to_device(read.lengths if self._is_reader else self._document_lengths(tokens.cpu()))
+            lengths = self._to_device(read_lengths if self._is_reader else self._document_lengths(tokens.cpu()))
         fields = zip(tokens, labels, loss_mask.float(), position_ids, lengths, strict=True)
         return [MicroBatch(*of_micro_batch) for of_micro_batch in fields]
 
@@ -197,7 +187,7 @@ class BatchLoader:
         ids = torch.empty(self._sampler.micro_batch_size, 0, dtype=torch.int64, device=self._device)
         return [MicroBatch(ids, ids, ids.float(), ids)] * self._sampler.num_micro_batches
 
-    def _next_read(self, step_start: int) -> _HostStep:
+    def _next_read(self, step_start: int) -> tuple[Tensor, list[Tensor]]:
         if self._pool is None:
             return self._read_step(step_start)
         step = self._prefetched.popleft().result()
@@ -212,7 +202,8 @@ class BatchLoader:
             self._prefetched.append(self._pool.submit(self._read_step, self._next_sample))
             self._next_sample += size
 
-    def _read_step(self, step_start: int) -> _HostStep:
+    def _read_step(self, step_start: int) -> tuple[Tensor, list[Tensor]]:
+        """This rank's share of a global batch, int64 [fields, micro-batches, b, s], and its `_document_lengths`."""
         assert self._dataset is not None
         shares = self._sampler.micro_batches(step_start)
         shape = (len(FIELDS), len(shares), self._sampler.micro_batch_size, self._seq_length)
@@ -225,4 +216,4 @@ class BatchLoader:
         tokens = packed[FIELDS.index("tokens")]
         if self._reset_positions_after is not None:
             packed[FIELDS.index("position_ids")] = document_positions(tokens, self._reset_positions_after)
-        return _HostStep(packed, self._document_lengths(tokens))
+        return packed, self._document_lengths(tokens)

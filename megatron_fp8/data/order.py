@@ -53,10 +53,6 @@ class BlendOrder:
     file_of: NDArray[np.int16]
     sample_of: NDArray[np.int64]
 
-    def num_samples_of(self, file: int) -> int:
-        """How many samples of a file the blend holds."""
-        return int(np.count_nonzero(self.file_of == file))
-
 
 def samples_in(num_tokens: int, seq_length: int, epochs: float = 1.0) -> int:
     """Samples that end within the first `epochs` epochs of `num_tokens` tokens each."""
@@ -157,7 +153,7 @@ def build_order(blend: Blend, seq_length: int, seed: int, num_samples: int) -> S
         blended = blend_order(blend.weights or [tokens_read(blend, index) for index in indices], num_samples)
     files = []
     for number, index in enumerate(indices):
-        drawn = num_samples if blended is None else blended.num_samples_of(number)
+        drawn = num_samples if blended is None else int(np.count_nonzero(blended.file_of == number))
         lengths = index.lengths_tokens
         documents = blend.documents(len(lengths))
         files.append(file_order(lengths, documents, seq_length, seed, drawn) if drawn else None)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from megatron_fp8 import __version__
 from megatron_fp8.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import Manifest, write_sums
-from megatron_fp8.checkpoint.saved_model import MASTER
+from megatron_fp8.checkpoint.plain_index import MASTER
 from megatron_fp8.config.load import dump_config
 from megatron_fp8.config.schema import Config, ModelConfig
 from megatron_fp8.errors import BadInputError

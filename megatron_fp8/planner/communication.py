@@ -8,13 +8,13 @@ two copies. Scalars (losses, norms) are left out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_fp8.config.layout import Layout, position_parameters
 from megatron_fp8.config.schema import Config
 from megatron_fp8.planner.memory import without_fp8
 from megatron_fp8.planner.pipeline import Chunk, RankParameters, rank_parameters, stage_chunks
-from megatron_fp8.precision.chart import collective_rows, run_formats
+from megatron_fp8.precision.chart import collective_rows, message_row, run_formats
 from megatron_fp8.precision.chart_rows import (
     ChartRow,
     Collective,
@@ -29,86 +29,68 @@ from megatron_fp8.precision.chart_rows import (
 
 
 @dataclass(frozen=True)
-class Message:
-    """What the messages of one kind have in common, in the terms of the precision chart."""
-
-    group: Group
-    collective: Collective
-    tensor: Tensor
-    phase: Phase | None
-    format: Format
-    scales: Scales | None = None
-
-
-@dataclass(frozen=True)
 class Traffic:
     """The messages of one kind in a step, among `num_ranks` ranks.
 
-    `tensor_bytes`: of the whole tensors that the step moves. `sent_bytes`: what each rank sends, by a ring: 2 (n - 1) /
-    n of an all-reduced tensor, (n - 1) / n of a gathered or scattered one, all of a sent one. `waits`: no computation
-    overlaps it.
+    `row`: the kind, in the terms of the precision chart; its `size` is that of the whole tensors that the step moves.
+    `sent_bytes`: what each rank sends, by a ring: 2 (n - 1) / n of an all-reduced tensor, (n - 1) / n of a gathered or
+    scattered one, all of a sent one. `waits`: no computation overlaps it.
     """
 
-    message: Message
+    row: ChartRow
     num_ranks: int
-    tensor_bytes: float
     sent_bytes: float
     waits: bool
 
 
 def step_traffic(config: Config, layout: Layout, stage: int) -> list[Traffic]:
     """The messages of a rank of `stage`, largest first."""
-    found: dict[Message, float] = {}
-    for message, size in _sizes(config, layout, stage):
-        found[message] = found.get(message, 0.0) + size
-    traffic = [_traffic(config, layout, message, size) for message, size in found.items() if size]
+    found: dict[ChartRow, float] = {}
+    for row, count in _counted_rows(config, layout, stage):
+        kind = replace(row, size=0.0, per=Per.STEP)
+        found[kind] = found.get(kind, 0.0) + row.size * count
+    traffic = [_traffic(config, layout, replace(kind, size=size)) for kind, size in found.items() if size]
     return sorted(traffic, key=lambda item: -item.sent_bytes)
 
 
-def _traffic(config: Config, layout: Layout, message: Message, size: float) -> Traffic:
-    tp, dp = layout.tensor_model_parallel_size, layout.data_parallel_size
-    num_ranks = {Group.TP: tp, Group.DP: dp, Group.TP_AND_DP: tp * dp}.get(message.group, 2)
-    reduced = message.collective in (Collective.ALL_REDUCE, Collective.ALL_REDUCE_MAX)
-    sent = message.collective is Collective.SEND
-    share = 1.0 if sent else (num_ranks - 1) / num_ranks * (2 if reduced else 1)
-    gathered, parallel = message.collective is Collective.ALL_GATHER, config.parallel
+def _traffic(config: Config, layout: Layout, row: ChartRow) -> Traffic:
+    tp, dp, parallel = layout.tensor_model_parallel_size, layout.data_parallel_size, config.parallel
+    sizes: dict[Group | None, int] = {Group.TP: tp, Group.DP: dp, Group.TP_AND_DP: tp * dp}
+    num_ranks = sizes.get(row.group, 2)
+    reduced = row.collective in (Collective.ALL_REDUCE, Collective.ALL_REDUCE_MAX)
+    share = 1.0 if row.collective is Collective.SEND else (num_ranks - 1) / num_ranks * (2 if reduced else 1)
+    gathered = row.collective is Collective.ALL_GATHER
     overlaps = parallel.overlap_param_gather if gathered else parallel.overlap_grad_reduce
-    waits = not (message.group is Group.DP and overlaps)
-    return Traffic(message, num_ranks, size, share * size, waits)
+    return Traffic(row, num_ranks, share * row.size, waits=not (row.group is Group.DP and overlaps))
 
 
-def _sizes(config: Config, layout: Layout, stage: int) -> Iterator[tuple[Message, float]]:
-    """Bytes of whole tensors in a step, of each row of the chart and of what has no row."""
+def _counted_rows(config: Config, layout: Layout, stage: int) -> Iterator[tuple[ChartRow, float]]:
+    """Each row of the chart, and what has no row, with the number of units in a step that its size is given per."""
     formats = run_formats(config)
     chunks = stage_chunks(config, layout, stage)
     parameters = rank_parameters(config, layout, chunks)
     in_fp8 = sum(chunk.num_fp8_layers for chunk in chunks), sum(chunk.recomputed_fp8_layers for chunk in chunks)
     others = sum(chunk.num_other_layers for chunk in chunks), sum(chunk.recomputed_other_layers for chunk in chunks)
     # A layer in FP8 gathers other bytes than one outside; rows of no layer are the same in both charts.
-    for layers_formats, (num_layers, again) in ((formats, in_fp8), (without_fp8(formats), others)):
+    for layers_formats, (num_layers, recomputed) in ((formats, in_fp8), (without_fp8(formats), others)):
         for row in collective_rows(config, layout, layers_formats):
-            count = _of_layers(row, layout, num_layers, again)
+            count = _of_layers(row, layout, num_layers, recomputed)
             if count:
-                yield _message(row), row.size * count
+                yield row, count
     for row in collective_rows(config, layout, formats):
-        yield _message(row), row.size * _of_the_rest(row, layout, chunks, parameters)
-    yield from _beside_the_chart(config, layout, formats, chunks, parameters)
+        yield row, _of_the_rest(row, layout, chunks, parameters)
+    for row in _beside_the_chart(config, layout, formats, chunks, parameters):
+        yield row, 1
 
 
-def _message(row: ChartRow) -> Message:
-    assert row.group is not None
-    assert row.collective is not None
-    return Message(row.group, row.collective, row.tensor, row.phase, row.format, row.scales)
-
-
-def _of_layers(row: ChartRow, layout: Layout, num_layers: int, again: int) -> float:
+def _of_layers(row: ChartRow, layout: Layout, num_layers: int, recomputed: int) -> float:
     """How many units the row is counted in, if those are layers; a recomputed forward pass communicates again."""
     match row.per:
         case Per.TOKEN_AND_LAYER:
-            passes = num_layers + (again if row.phase is Phase.FORWARD else 0)
+            passes = num_layers + (recomputed if row.phase is Phase.FORWARD else 0)
             return passes * layout.tokens_per_microbatch * layout.num_microbatches
         case Per.LAYER_AND_MICROBATCH:
-            return (num_layers + again / 2) * layout.num_microbatches
+            return (num_layers + recomputed / 2) * layout.num_microbatches
         case Per.LAYER_AND_STEP:
             return num_layers
     return 0
@@ -133,11 +115,11 @@ def _of_the_rest(row: ChartRow, layout: Layout, chunks: tuple[Chunk, ...], param
 
 def _beside_the_chart(
     config: Config, layout: Layout, formats: Formats, chunks: tuple[Chunk, ...], parameters: RankParameters
-) -> Iterator[tuple[Message, float]]:
+) -> Iterator[ChartRow]:
     grads = Format(formats.policy.optimizer.main_grads)
 
-    def reduced(group: Group, tensor: Tensor, name: Format, elements: int) -> tuple[Message, float]:
-        return Message(group, Collective.ALL_REDUCE, tensor, None, name), float(elements * name.bytes)
+    def reduced(group: Group, tensor: Tensor, name: Format, elements: int) -> ChartRow:
+        return message_row(group, Collective.ALL_REDUCE, tensor, name, float(elements * name.bytes), Per.STEP)
 
     if config.parallel.sequence_parallel and layout.tensor_model_parallel_size > 1:
         # Position embeddings see whole sequences on every rank.
@@ -145,7 +127,7 @@ def _beside_the_chart(
         yield reduced(Group.TP, Tensor.NORM_GRADS, grads, parameters.replicated - positions)
     per_tensor = formats.scales(Format.E4M3) is Scales.FP32_PER_TENSOR
     if formats.fp8 is not None and formats.fp8.param_gather and per_tensor and layout.data_parallel_size > 1:
-        # One number for each of a layer's weights, when the masters are cast.
+        # One number for each of a layer's weights, when the master weights are cast.
         num_weights = len(layout.gemms) * sum(chunk.num_fp8_layers for chunk in chunks)
         yield reduced(Group.DP, Tensor.WEIGHT_AMAXES, Format.FP32, num_weights)
     ends = sum(chunk.has_embedding or chunk.has_head for chunk in chunks)

@@ -276,6 +276,7 @@ def _bytes_through_memory(chunks: tuple[Chunk, ...], sizes: ActivationSizes) -> 
 def _message_seconds(item: Traffic, layout: Layout, board: Board, gpus_per_node: int) -> float:
     """Seconds of one kind of message; ranks are placed tensor-parallel first, then data-parallel, then stages."""
     tp, dp = layout.tensor_model_parallel_size, layout.data_parallel_size
-    span = {Group.TP: tp, Group.DP: tp * dp, Group.TP_AND_DP: tp * dp}.get(item.message.group, layout.world_size)
+    spans: dict[Group | None, int] = {Group.TP: tp, Group.DP: tp * dp, Group.TP_AND_DP: tp * dp}
+    span = spans.get(item.row.group, layout.world_size)
     nvlink, network = NVLINK_SHARE * board.nvlink_gb_per_s, NETWORK_SHARE * board.network_gb_per_s
     return item.sent_bytes / (1e9 * (nvlink if span <= gpus_per_node else network))

@@ -1,11 +1,11 @@
-"""Owns the table of GPUs: what their maker publishes of each, and what it does not. Imports no torch.
+"""Tabulates GPUs: what NVIDIA publishes about each, and what it does not. Imports no torch.
 
-Peaks are of dense matrices in TFLOP/s (NVIDIA's data sheets print the doubled numbers of 2:4 sparsity first), memory in
-GB, bandwidths in GB/s; NVLink and network count one direction (NVIDIA's NVLink numbers are of both).
+Peaks are for dense matrices in TFLOP/s (NVIDIA's data sheets print the doubled numbers of 2:4 sparsity first), memory
+in GB, bandwidths in GB/s; NVLink and network count one direction (NVIDIA's NVLink numbers count both).
 
 Sources: NVIDIA A100 Tensor Core GPU datasheet (2021); NVIDIA H100 Tensor Core GPU datasheet (SXM5, NVL) and Hopper
 architecture whitepaper (PCIe); NVIDIA H200 Tensor Core GPU datasheet; HGX B200 of NVIDIA's HGX datasheet, an eighth of
-the system's numbers. The network is no part of a GPU: one port for each, as in the DGX A100 (200 Gb/s), H100, H200 and
+the system's numbers. The network is not part of a GPU: one port each, as in the DGX A100 (200 Gb/s), H100, H200 and
 B200 (400 Gb/s) systems.
 """
 
@@ -31,12 +31,12 @@ class Board:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU; `board` is None for the stand-in, which has no memory and links of its own.
+    """One kind of GPU; `board` is None for the stand-in, which has neither memory nor links.
 
-    `peaks_tflops`: dense matrix products by format; what is missing there is unknown, for the reason in
-    `unknown_peaks`. `keeps_transposes`: FP8 GEMMs read operands along one direction only, so that TE keeps per-tensor
-    scaled weights transposed too (Hopper). `mask_bytes`: of an element of a dropout mask; None: as wide as the
-    activation. `gemm_workspace_bytes`: what TE sets aside for cuBLAS. `attention`: what fused kernels can do.
+    `peaks_tflops`: dense matrix products by format; missing ones are unknown, for the reason in `unknown_peaks`.
+    `keeps_transposes`: FP8 GEMMs read operands in one layout only, so TE also keeps per-tensor scaled weights
+    transposed (Hopper). `mask_bytes`: per element of a dropout mask; None: as wide as the activation.
+    `gemm_workspace_bytes`: what TE allocates for cuBLAS. `attention`: what fused kernels support.
     """
 
     name: str
@@ -55,16 +55,16 @@ class Gpu:
         return None if peak is None else peak * 1e12
 
     def why_unknown(self, format_name: str) -> str:
-        """Why `peak_flops` has no answer."""
+        """Why `peak_flops` returns None."""
         return self.unknown_peaks.get(format_name, f"{self.title}: no peak for {format_name} is published")
 
     @property
     def memory_bytes(self) -> float | None:
-        """Memory in bytes as the data sheet has it; None: unknown."""
+        """Memory in bytes according to the data sheet; None: unknown."""
         return None if self.board is None else self.board.memory_gb * 1e9
 
 
-_FP32 = {"fp32": "FP32 products run on tensor cores only where TF32 is allowed, which a config does not say"}
+_FP32 = {"fp32": "FP32 products run on tensor cores only if TF32 is allowed, which a config does not say"}
 _NO_FP8 = {**_FP32, "fp8": "the A100 has no FP8 tensor cores"}
 
 
@@ -88,7 +88,7 @@ def _ampere(name: str, title: str, memory: tuple[float, float], nvlink: float) -
     )
 
 
-_EMULATED = "the CPU emulates the formats: a share of a peak would say nothing"
+_EMULATED = "the CPU emulates the formats: a share of a peak would mean nothing"
 _CPU = Gpu(
     name="cpu",
     title="CPU stand-in",
@@ -96,7 +96,7 @@ _CPU = Gpu(
     unknown_peaks=dict.fromkeys(("fp32", "fp16", "bf16", "fp8"), _EMULATED),
     board=None,
     mask_bytes=None,
-    # Transformer Engine takes it for a Hopper.
+    # Transformer Engine sees a Hopper GPU.
     attention=replace(HOPPER_ATTENTION, fp32=True),
 )
 

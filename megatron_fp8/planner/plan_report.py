@@ -19,7 +19,7 @@ from megatron_fp8.planner.flops import Fp8Gain
 from megatron_fp8.planner.gpus import DEFAULT_GPU, GPUS
 from megatron_fp8.planner.memory import MemoryKind
 from megatron_fp8.planner.plan import DataCheck, Plan, make_plan, resolve_layout, resolve_sizes
-from megatron_fp8.precision.chart_labels import format_label, message_label
+from megatron_fp8.precision.chart_labels import row_format, row_label
 
 WIDTH_CHARS = 120
 _MAX_STAGES = 8
@@ -125,17 +125,9 @@ def _messages(plan: Plan) -> RenderableType:
     stage = max(range(len(plan.traffic)), key=lambda index: sum(item.sent_bytes for item in plan.traffic[index]))
     made = table(f"communication per step, stage {stage}", "what", "format", "ranks", "tensors", "sent per rank")
     for item in plan.traffic[stage]:
-        sizes = in_bytes(item.tensor_bytes), in_bytes(item.sent_bytes)
-        made.add_row(_message(item), _format(item), str(item.num_ranks), *sizes)
+        sizes = in_bytes(item.row.size), in_bytes(item.sent_bytes)
+        made.add_row(row_label(item.row), row_format(item.row), str(item.num_ranks), *sizes)
     return made if plan.traffic[stage] else Text("no communication: there is one rank")
-
-
-def _message(item: Traffic) -> str:
-    return message_label(item.message.group, item.message.collective, item.message.tensor, item.message.phase)
-
-
-def _format(item: Traffic) -> str:
-    return format_label(item.message.format, item.message.scales)
 
 
 def _notes(plan: Plan) -> Iterator[str]:
@@ -248,11 +240,11 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def _message_json(item: Traffic) -> dict[str, Any]:
     return {
-        "name": _message(item),
-        "group": item.message.group.value,
-        "format": _format(item),
+        "name": row_label(item.row),
+        "group": None if item.row.group is None else item.row.group.value,
+        "format": row_format(item.row),
         "num_ranks": item.num_ranks,
-        "tensor_bytes": item.tensor_bytes,
+        "tensor_bytes": item.row.size,
         "sent_bytes": item.sent_bytes,
         "waits": item.waits,
     }

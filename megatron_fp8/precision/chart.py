@@ -84,21 +84,23 @@ def collective_rows(config: Config, layout: Layout, formats: Formats) -> Iterato
         else:
             size = float(_TWICE * hidden * params.bytes)
             for phase, tensor in ((Phase.FORWARD, Tensor.LINEAR_OUTPUT), (Phase.BACKWARD, Tensor.LINEAR_INPUT_GRAD)):
-                yield _message(Group.TP, Collective.ALL_REDUCE, tensor, params, size, Per.TOKEN_AND_LAYER, phase)
+                yield message_row(Group.TP, Collective.ALL_REDUCE, tensor, params, size, Per.TOKEN_AND_LAYER, phase)
         yield from _outside_layers(config, formats)
     if layout.pipeline_model_parallel_size > 1:
         size = hidden * params.bytes / (tp if config.parallel.sequence_parallel else 1)
-        yield _message(
+        yield message_row(
             Group.PP, Collective.SEND, Tensor.RESIDUAL_STREAM, params, size, Per.TOKEN_AND_STAGE, Phase.EACH_WAY
         )
     yield from _data_parallel(config, layout, formats)
     delayed = formats.fp8 is not None and formats.fp8.recipe == "delayed"
     if delayed and config.precision.amax_reduction != "off" and layout.data_parallel_size * tp > 1:
         size = float(AMAXES_PER_LAYER * FP32_BYTES)
-        yield _message(Group.TP_AND_DP, Collective.ALL_REDUCE_MAX, Tensor.AMAXES, Format.FP32, size, Per.LAYER_AND_STEP)
+        yield message_row(
+            Group.TP_AND_DP, Collective.ALL_REDUCE_MAX, Tensor.AMAXES, Format.FP32, size, Per.LAYER_AND_STEP
+        )
 
 
-def _message(
+def message_row(
     group: Group,
     collective: Collective,
     tensor: Tensor,
@@ -108,6 +110,7 @@ def _message(
     phase: Phase | None = None,
     scales: Scales | None = None,
 ) -> ChartRow:
+    """A row of communication; `size`: of the whole tensor."""
     section = Section.COMMUNICATION
     return ChartRow(section, tensor, name, size, per, scales, collective=collective, group=group, phase=phase)
 
@@ -127,13 +130,15 @@ def _sequence_parallel(config: Config, layout: Layout, formats: Formats) -> Iter
         (Tensor.LINEAR_INPUT_FOR_WGRAD, Phase.BACKWARD, again, formats.token_bytes(again, hidden, "columns")),
         (Tensor.LINEAR_OUTPUT_GRAD, Phase.BACKWARD, grad, rows + columns if both else rows),
     ):
-        yield _message(Group.TP, Collective.ALL_GATHER, tensor, name, _TWICE * size, per, phase, formats.scales(name))
+        yield message_row(
+            Group.TP, Collective.ALL_GATHER, tensor, name, _TWICE * size, per, phase, formats.scales(name)
+        )
     size = float(_TWICE * hidden * params.bytes)
     for phase, tensor in ((Phase.FORWARD, Tensor.LINEAR_OUTPUT), (Phase.BACKWARD, Tensor.LINEAR_INPUT_GRAD)):
-        yield _message(Group.TP, Collective.REDUCE_SCATTER, tensor, params, size, per, phase)
+        yield message_row(Group.TP, Collective.REDUCE_SCATTER, tensor, params, size, per, phase)
     if fp8 is not None and fp8.recipe == "tensorwise":
         size, per = float(2 * _TWICE * FP32_BYTES), Per.LAYER_AND_MICROBATCH
-        yield _message(Group.TP, Collective.ALL_REDUCE_MAX, Tensor.AMAXES, Format.FP32, size, per)
+        yield message_row(Group.TP, Collective.ALL_REDUCE_MAX, Tensor.AMAXES, Format.FP32, size, per)
 
 
 def _gathered(name: Format, layout: Layout, formats: Formats, hidden: int) -> Format:
@@ -148,14 +153,14 @@ def _outside_layers(config: Config, formats: Formats) -> Iterator[ChartRow]:
     """Embedding, head and cross entropy over a vocabulary that is sharded."""
     params, per = formats.params, Per.TOKEN
     size = float(config.model.hidden_size * params.bytes)
-    yield _message(Group.TP, Collective.ALL_REDUCE, Tensor.EMBEDDING_OUTPUT, params, size, per)
+    yield message_row(Group.TP, Collective.ALL_REDUCE, Tensor.EMBEDDING_OUTPUT, params, size, per)
     if config.parallel.sequence_parallel:
-        yield _message(Group.TP, Collective.ALL_GATHER, Tensor.HEAD_INPUT, params, 2 * size, per, Phase.BOTH)
-        yield _message(Group.TP, Collective.REDUCE_SCATTER, Tensor.HEAD_INPUT_GRAD, params, size, per)
+        yield message_row(Group.TP, Collective.ALL_GATHER, Tensor.HEAD_INPUT, params, 2 * size, per, Phase.BOTH)
+        yield message_row(Group.TP, Collective.REDUCE_SCATTER, Tensor.HEAD_INPUT_GRAD, params, size, per)
     else:
-        yield _message(Group.TP, Collective.ALL_REDUCE, Tensor.HEAD_INPUT_GRAD, params, size, per)
+        yield message_row(Group.TP, Collective.ALL_REDUCE, Tensor.HEAD_INPUT_GRAD, params, size, per)
     size = 3.0 * FP32_BYTES
-    yield _message(Group.TP, Collective.ALL_REDUCE, Tensor.CROSS_ENTROPY_SUMS, Format.FP32, size, per)
+    yield message_row(Group.TP, Collective.ALL_REDUCE, Tensor.CROSS_ENTROPY_SUMS, Format.FP32, size, per)
 
 
 def _data_parallel(config: Config, layout: Layout, formats: Formats) -> Iterator[ChartRow]:
@@ -164,14 +169,14 @@ def _data_parallel(config: Config, layout: Layout, formats: Formats) -> Iterator
     grads, per = Format(formats.policy.optimizer.main_grads), Per.PARAMETER
     distributed = config.parallel.use_distributed_optimizer
     collective = Collective.REDUCE_SCATTER if distributed else Collective.ALL_REDUCE
-    yield _message(Group.DP, collective, Tensor.GRADS, grads, float(grads.bytes), per)
+    yield message_row(Group.DP, collective, Tensor.GRADS, grads, float(grads.bytes), per)
     if not distributed:
         return
     apart = formats.fp8 is not None and formats.fp8.param_gather
     if apart:
-        yield _message(Group.DP, Collective.ALL_GATHER, Tensor.FP8_PARAMETERS, Format.E4M3, 1.0, per)
+        yield message_row(Group.DP, Collective.ALL_GATHER, Tensor.FP8_PARAMETERS, Format.E4M3, 1.0, per)
     tensor, params = Tensor.OTHER_PARAMETERS if apart else Tensor.ALL_PARAMETERS, formats.params
-    yield _message(Group.DP, Collective.ALL_GATHER, tensor, params, float(params.bytes), per)
+    yield message_row(Group.DP, Collective.ALL_GATHER, tensor, params, float(params.bytes), per)
 
 
 def weight_rows(config: Config, layout: Layout, formats: Formats) -> Iterator[ChartRow]:

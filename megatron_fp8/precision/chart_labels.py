@@ -82,29 +82,19 @@ LABELS |= {
 
 
 def row_label(row: ChartRow) -> str:
-    """What the row is about."""
+    """What the row is about: `fprop input`, `TP all-gather, forward: inputs`, `DP all-gather of parameters`."""
+    label = LABELS[row.tensor]
     if row.gemm is not None and row.operand is not None:
         return f"{LABELS[row.gemm]} {LABELS[row.operand]}"
     if row.group is not None and row.collective is not None:
-        return message_label(row.group, row.collective, row.tensor, row.phase)
-    return f"{LABELS[row.tensor]}" if row.num_layers is None else f"{row.num_layers} {LABELS[row.tensor]}"
-
-
-def message_label(group: Group, collective: Collective, tensor: Tensor, phase: Phase | None) -> str:
-    """Who sends what, how and when: `TP all-gather, forward: inputs`; `DP all-gather of parameters`."""
-    head = f"{LABELS[group]} {LABELS[collective]}"
-    return f"{head} of {LABELS[tensor]}" if phase is None else f"{head}, {LABELS[phase]}: {LABELS[tensor]}"
-
-
-def format_label(name: Format, scales: Scales | None) -> str:
-    """The format of the elements and of their scales."""
-    return LABELS[name] if scales is None else f"{LABELS[name]}, {LABELS[scales]}"
+        head = f"{LABELS[row.group]} {LABELS[row.collective]}"
+        return f"{head} of {label}" if row.phase is None else f"{head}, {LABELS[row.phase]}: {label}"
+    return label if row.num_layers is None else f"{row.num_layers} {label}"
 
 
 def row_format(row: ChartRow) -> str:
-    """The row's format with all that is to be said of it."""
-    parts = [format_label(row.format, row.scales)]
-    parts += [LABELS[row.note]] if row.note is not None else []
+    """The row's number format, what shares a scale, and notes."""
+    parts = [LABELS[member] for member in (row.format, row.scales, row.note) if member is not None]
     parts += [f"sharded over {row.num_shards} ranks"] if row.num_shards > 1 else []
     return ", ".join(parts)
 

@@ -1,6 +1,6 @@
 """Defines a row of the precision chart in typed fields, and the formats and element sizes of a run. Imports no torch.
 
-What reads the chart (the planner, reports, tests) reads these fields; how they are worded is `chart_labels`' affair.
+The planner, reports and tests read these fields; only `chart_labels` turns them into text.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Format(Enum):
 
 # Part of the chart.
 Section = Enum("Section", "GEMM_OPERANDS COMMUNICATION PARAMETERS KEPT_FOR_BACKWARD LOGITS")
-# Kind of tensor: GEMM operands, messages, kept of each parameter, kept for backward, logits. The planner adds
-# messages that are no row: NORM_GRADS, WEIGHT_AMAXES, TIED_EMBEDDING_GRADS.
+# Kind of tensor: GEMM operands, messages, per parameter, kept for backward, logits. NORM_GRADS, WEIGHT_AMAXES and
+# TIED_EMBEDDING_GRADS are messages that only the planner counts.
 Tensor = Enum(
     "Tensor",
     "GEMM_OPERAND OPERANDS_OUTSIDE_FP8 ATTENTION_OPERANDS HEAD_OPERANDS "
@@ -64,10 +64,10 @@ Group = Enum("Group", {"TP": "TP", "PP": "PP", "DP": "DP", "TP_AND_DP": "TP x DP
 # When ranks communicate. EACH_WAY: the bytes are those of one of the two passes; BOTH: of both together.
 Phase = Enum("Phase", "FORWARD BACKWARD EACH_WAY BOTH")
 # What a row's bytes are given per.
-Per = Enum("Per", "ELEMENT PARAMETER TOKEN TOKEN_AND_LAYER TOKEN_AND_STAGE LAYER_AND_MICROBATCH LAYER_AND_STEP")
+Per = Enum("Per", "ELEMENT PARAMETER TOKEN TOKEN_AND_LAYER TOKEN_AND_STAGE LAYER_AND_MICROBATCH LAYER_AND_STEP STEP")
 # What shares a scale, and the scale's format.
 Scales = Enum("Scales", "FP32_PER_TENSOR FP32_PER_BLOCK E8M0_PER_32")
-# What else there is to know of a row.
+# A remark on a row.
 Note = Enum("Note", "WEIGHTS_THEMSELVES ONLY_IF_TRANSPOSED")
 
 
@@ -113,7 +113,7 @@ class Formats:
 
     @property
     def params(self) -> Format:
-        """Format of the residual stream, and of parameters that are not in FP8."""
+        """Format of the residual stream and of parameters outside FP8."""
         return _PARAMS[self.policy.params_dtype]
 
     @property

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from megatron_fp8.data.token_file import token_dtype
 from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.parallel.process_environment import encode_on_one_thread
-from megatron_fp8.prepare.blocks import MAX_TEXT_BYTES, Block
+from megatron_fp8.prepare.text_blocks import MAX_TEXT_BYTES, Block
 
 BLOCKS_AHEAD_PER_WORKER = 3
 _KEPT_BROKEN = 20

@@ -71,7 +71,8 @@ def _paths(name: str) -> Iterator[tuple[Path, str]]:
     """(path, format if its suffix is unknown) of each file that `name` stands for."""
     path = Path(name)
     if path.is_dir():
-        files = sorted(file for file in _below(path) if file.is_file() and not _is_hidden(file.relative_to(path)))
+        shown = (file for file in _below(path) if not any(part[0] == "." for part in file.relative_to(path).parts))
+        files = sorted(file for file in shown if file.is_file())
         if not files:
             raise InputError(f"{name} is an empty folder")
         yield from ((file, TEXT) for file in files)
@@ -99,10 +100,6 @@ def _below(folder: Path) -> Iterator[Path]:
         seen.add(place)
         below.sort()
         yield from (Path(directory) / name for name in names)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _check(file: InputFile, keys: Sequence[str]) -> None:

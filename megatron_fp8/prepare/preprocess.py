@@ -19,9 +19,9 @@ from typing import Any
 
 from megatron_fp8.data.token_file import bin_path, idx_path, token_dtype
 from megatron_fp8.data.tokenizer import Tokenizer
-from megatron_fp8.prepare.blocks import BLOCK_BYTES, Position, read_blocks
 from megatron_fp8.prepare.encode import BrokenLineError, EncodedBlock, Settings, encode_blocks
 from megatron_fp8.prepare.input_files import InputFile
+from megatron_fp8.prepare.text_blocks import BLOCK_BYTES, Position, read_blocks
 from megatron_fp8.prepare.token_file_writer import TokenFileWriter, can_resume, discard, finish
 
 FORMAT = 4
@@ -92,16 +92,14 @@ def existing_outputs(output_prefix: str, keys: Sequence[str]) -> list[Path]:
     return [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
 
 
-def files_to_replace(
-    files: Sequence[InputFile], output_prefix: str, settings: Settings, block_bytes: int = BLOCK_BYTES
-) -> list[Path]:
+def files_to_replace(files: Sequence[InputFile], output_prefix: str, settings: Settings) -> list[Path]:
     """Finished files that preprocessing would replace; not those that the same work, killed, had just finished.
 
     Raises TokenizerError.
     """
     found = existing_outputs(output_prefix, settings.keys)
     if found:
-        work = digest_of_work(files, settings, settings.tokenizer.load(), block_bytes)
+        work = digest_of_work(files, settings, settings.tokenizer.load(), BLOCK_BYTES)
         progress = ProgressFile(output_prefix, work).read()
         if progress is not None and progress.all_read:
             return []

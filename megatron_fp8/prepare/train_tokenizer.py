@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import tokenizers
@@ -11,9 +12,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from megatron_fp8.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError
 from megatron_fp8.data.vocab.backend import NUM_BYTES
-from megatron_fp8.prepare.blocks import read_blocks
 from megatron_fp8.prepare.encode import Settings, texts_of
 from megatron_fp8.prepare.input_files import InputFile
+from megatron_fp8.prepare.text_blocks import read_blocks
 
 MAX_TRAINING_BYTES = 2**30
 MIN_VOCAB_SIZE = NUM_BYTES + 1
@@ -88,7 +89,11 @@ def convert_gpt2_files(vocabulary: Path, merges: Path, eod_token: str | None, pa
         tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False)])
     if not path.exists():
         _save(tokenizer, path)
-    elif not path.is_file() or _json_of(path) != json.loads(tokenizer.to_str()):
+        return
+    existing = None
+    with suppress(ValueError, OSError):
+        existing = json.loads(path.read_text(encoding="utf-8"))
+    if existing != json.loads(tokenizer.to_str()):
         raise TokenizerError(
             f"{path} exists and is not the tokenizer of {vocabulary} and {merges}", "name another file to write"
         )
@@ -105,11 +110,3 @@ def _save(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
     temporary = Path(f"{path}.incomplete")
     tokenizer.save(str(temporary))
     temporary.replace(path)
-
-
-def _json_of(path: Path) -> object:
-    try:
-        content: object = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return None
-    return content

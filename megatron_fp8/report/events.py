@@ -12,7 +12,6 @@ from enum import IntEnum
 from typing import Any
 
 from megatron_fp8.report.code_version import describe_code
-from megatron_fp8.report.durations import format_seconds
 from megatron_fp8.report.record import Record
 
 # Their numbers are series; how they are told is the console's matter.
@@ -214,3 +213,23 @@ def _told(text: str | Callable[[Record], str], record: Record) -> str | None:
         return text.format_map(record) if isinstance(text, str) else text(record)
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def format_seconds(seconds: float) -> str:
+    """`42 s`, `3 min 05 s`, `2 h 07 min`, `3 d 04 h`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def short_count(number: float) -> str:
+    """Three digits of a count: `950`, `12.3k`, `1.24M`."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * size:
+            return f"{number / size:#.3g}".rstrip(".") + letter
+    return f"{number:.0f}"

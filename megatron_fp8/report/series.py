@@ -1,53 +1,140 @@
-"""Owns how the keys of a record become series of dashboards, and at which step. Imports no torch.
-
-The step is the iteration: the number of optimizer steps done. Names are the record's keys, which are Megatron's.
-"""
+"""Defines what a series is and how a name finds its entry; the list is `series_registry`. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
-from megatron_fp8.report.record import Record, iteration_of
 
-_NOT_FINITE = ("nan", "inf", "-inf")
+class Kind(Enum):
+    """What a series measures. MACHINE: time, speed or memory, which differ between equal runs."""
+
+    VALUE = "value"
+    COUNTER = "counter"
+    MACHINE = "machine"
+    HEAT = "heat map over layers"
+
+
+class Better(Enum):
+    """The direction in which a series improves; the worst value of an interval is what its heat map shows."""
+
+    LOWER = "lower"
+    HIGHER = "higher"
+
+
+class Section(Enum):
+    """Sections of wandb's dashboard, in their order."""
+
+    TRAINING = "Training"
+    THROUGHPUT = "Throughput"
+    NORMS = "Norms"
+    FP8 = "FP8 health"
 
 
 @dataclass(frozen=True)
-class SeriesRule:
-    """`prefix`: before each name. `without`: numbers that are no series. `counted`: lists, whose lengths are series."""
+class Column:
+    """A number of a line: `text` with the value in braces (`{name}`: the series), or a function of the value.
 
-    prefix: str = ""
-    without: Set[str] = frozenset()
-    counted: Mapping[str, str] | None = None
+    Shown from `minimum` on, where there is one. On a narrow live line the columns of most `worth` stay.
+    """
+
+    text: str | Callable[[float], str]
+    minimum: float | None = None
+    worth: int = 0
+    style: str = ""
+
+    def show(self, name: str, value: float | str | None) -> str | None:
+        """The text, with `-` for a value that is withheld; None: not shown."""
+        if value is not None:
+            value = float(value)  # what is not finite is a text in the record
+        if self.minimum is not None and (value is None or value < self.minimum):
+            return None
+        if callable(self.text):
+            return None if value is None else self.text(value)
+        text = re.sub(r"\{:.*?\}", "-", self.text) if value is None else self.text
+        return text.format(value, name=name)
 
 
-# By kind of record. Kinds that are missing here have no series: they are told once, as text or as an alert.
-SERIES: Mapping[str, SeriesRule] = {
-    "train": SeriesRule(without={"seconds-left"}),
-    "validation": SeriesRule(without={"consumed-tokens"}),
-    "fp8": SeriesRule(),
-    "norms": SeriesRule(),
-    "fp8-check": SeriesRule(counted={"fallen-back-layers": "fp8/fallen-back-layers"}),
-    "checkpoint": SeriesRule(prefix="checkpoint/"),
-}
-_NO_SERIES = {"event", "time", "iteration"}
+@dataclass(frozen=True)
+class Series:
+    """A series, or a family of them: `{field}` in `name` stands for any text, `{layer}` for a layer's number.
+
+    `title`: of its figure, which series of the same title share. `scale`: from the record's unit to that of figures.
+    `members`: the values of fields for which wandb's dashboard has panels. `event`: kind of the record that has it.
+    `heat_map`: name of the map over layers that wandb gets.
+    """
+
+    name: str
+    title: str = ""
+    unit: str = ""
+    kind: Kind = Kind.VALUE
+    better: Better | None = None
+    event: str = "train"
+    note: str = ""
+    scale: float = 1.0
+    section: Section | None = None
+    members: tuple[Mapping[str, str], ...] = ()
+    heat_map: str = ""
+    log2: bool = False
+    in_report: bool = True
+    only_if_changing: bool = False
+    in_dashboards: bool = True
+    console: Column | None = None
+    live: Column | None = None
+
+    def panels(self) -> Iterator[tuple[str, str]]:
+        """Titles of wandb's panels and the names of their series."""
+        unit = f" ({self.unit})" if self.unit and self.scale == 1 else ""
+        for fields in self.members or ([] if "{" in self.name else [{}]):
+            name = (self.heat_map or self.name).format_map(fields)
+            tensor = f"{fields['tensor']}: " if self.kind is Kind.HEAT else ""
+            yield tensor + self.title + unit, name
 
 
-def series_of(record: Record) -> tuple[int, dict[str, float]] | None:
-    """(step, value by name) of a record, None where it has no series. Values that are withheld (null) are left out."""
-    rule = SERIES.get(str(record["event"]))
-    if rule is None:
+@dataclass(frozen=True)
+class Match:
+    """The entry of a name, its place in the registry, and the fields of the name."""
+
+    series: Series
+    position: int
+    fields: Mapping[str, str]
+
+    @property
+    def title(self) -> str:
+        """Of its figure."""
+        return self.series.title.format_map(self.fields)
+
+
+class Registry:
+    """Entries in the order in which they are shown; the first that fits a name is its own."""
+
+    def __init__(self, entries: Iterable[Series]) -> None:
+        self.entries = tuple(entries)
+        # Exact names come first.
+        self._patterns = sorted(
+            ((_pattern(entry.name), position, entry) for position, entry in enumerate(self.entries)),
+            key=lambda item: "{" in item[2].name,
+        )
+        self._found: dict[str, Match | None] = {}
+
+    def find(self, name: str) -> Match | None:
+        """The entry of a series, None for a name that is not listed."""
+        if name not in self._found:
+            self._found[name] = self._search(name)
+        return self._found[name]
+
+    def _search(self, name: str) -> Match | None:
+        for pattern, position, entry in self._patterns:
+            if match := pattern.fullmatch(name):
+                return Match(entry, position, match.groupdict())
         return None
-    values = {}
-    for key, value in record.items():
-        if rule.counted is not None and key in rule.counted:
-            values[rule.counted[key]] = float(len(value))
-        elif key not in _NO_SERIES and key not in rule.without and _is_number(value):
-            values[rule.prefix + key] = float(value)
-    return iteration_of(record, 0), values
 
 
-def _is_number(value: object) -> bool:
-    """Numbers, also those that JSON lacks."""
-    return value in _NOT_FINITE if isinstance(value, str) else isinstance(value, (int, float)) and value is not True
+def _pattern(name: str) -> re.Pattern[str]:
+    parts = re.split(r"\{(\w+)\}", name)
+    fields = [rf"(?P<{field}>{r'[0-9]+' if field in ('layer', 'node') else '.+'})" for field in parts[1::2]]
+    texts = [re.escape(text) for text in parts[::2]]
+    return re.compile("".join(itertools.chain.from_iterable(itertools.zip_longest(texts, fields, fillvalue=""))))

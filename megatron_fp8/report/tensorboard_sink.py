@@ -8,7 +8,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from megatron_fp8.report.record import Record
-from megatron_fp8.report.series import series_of
+from megatron_fp8.report.series_registry import series_of
 
 _EVENT_FILES = "events.out.tfevents.*"
 

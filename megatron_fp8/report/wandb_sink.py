@@ -30,9 +30,8 @@ from wandb.sdk.wandb_alerts import AlertLevel
 from megatron_fp8.checkpoint.manifest import write_atomically
 from megatron_fp8.config.schema import LoggingConfig
 from megatron_fp8.report.events import Level, event_level, event_line, event_title
-from megatron_fp8.report.layer_maps import layer_maps
 from megatron_fp8.report.record import Record
-from megatron_fp8.report.series import series_of
+from megatron_fp8.report.series_registry import layer_maps, series_of
 
 ID_FILE = "wandb_id.txt"
 # As wandb's server takes them.

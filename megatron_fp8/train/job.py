@@ -27,7 +27,7 @@ from megatron_fp8.faults.lost_rank import explaining_lost_ranks
 from megatron_fp8.faults.run_lock import Holds
 from megatron_fp8.parallel.process_group import init_process_group
 from megatron_fp8.report.console import ConsoleSink
-from megatron_fp8.report.html.page import report_at_end
+from megatron_fp8.report.html import report_at_end
 from megatron_fp8.report.library_warnings import hide_meaningless_warnings
 from megatron_fp8.report.record import METRICS, Recorder, Sink, Value, drop_records_after
 from megatron_fp8.report.views import sinks_of_run

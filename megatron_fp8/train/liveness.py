@@ -13,7 +13,7 @@ from megatron_fp8.config.schema import Config
 from megatron_fp8.faults.hang import Hang, HangError
 from megatron_fp8.faults.heartbeat import Heartbeat, Phase
 from megatron_fp8.faults.watchdog import Limits, Watchdog
-from megatron_fp8.report.html.page import report_at_end
+from megatron_fp8.report.html import report_at_end
 from megatron_fp8.report.record import Recorder, Value
 from megatron_fp8.train import step_times as spans
 from megatron_fp8.train.parts import TrainingParts

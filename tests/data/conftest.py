@@ -1,4 +1,4 @@
-"""What the data tests share."""
+"""Fixtures of the data tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
-    """Writes records, one a line."""
+    """Writes records, one per line."""
 
     def write(records: Sequence[object], name: str = "input.jsonl") -> Path:
         path = tmp_path / name
@@ -44,7 +44,7 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def ranks(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The byte-level BPE of the other tests as a file of ranks: its ids, less that of `<|endoftext|>`, are ranks."""
+    """The byte-level BPE of the other tests as a rank file: ranks are its ids less one, that of `<|endoftext|>`."""
     vocabulary = json.loads(Path(tokenizer.path).read_text(encoding="utf-8"))["model"]["vocab"]
     path = tmp_path_factory.mktemp("ranks") / "own.tiktoken"
     with path.open("wb") as stream:

@@ -1,4 +1,4 @@
-"""What a list of data paths means."""
+"""Lists of data paths are parsed as in Megatron, and invalid ones are refused."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_prefixes_and_weights(entries: list[str], blend: Blend) -> None:
         (["data/a", "data/a"], "listed more than once"),
     ],
 )
-def test_lists_without_meaning_are_refused(entries: list[str], reason: str) -> None:
+def test_invalid_lists_are_refused(entries: list[str], reason: str) -> None:
     with pytest.raises(BlendError) as caught:
         parse_blend(entries)
     assert reason in caught.value.reason

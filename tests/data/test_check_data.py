@@ -55,7 +55,7 @@ def test_whole_files_are_counted(make_config: MakeConfig, tokenizer: Tokenizer, 
     assert report.notes == ("train: 2 files, 194 tokens, 12 samples per epoch", "valid: 1 file, 40 tokens")
 
 
-def test_every_file_is_looked_at(make_config: MakeConfig, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_every_file_is_validated(make_config: MakeConfig, tokenizer: Tokenizer, tmp_path: Path) -> None:
     good, cut, foreign = write(tmp_path / "good", [100]), write(tmp_path / "cut", [100]), str(tmp_path / "foreign")
     (tmp_path / "cut.bin").write_bytes((tmp_path / "cut.bin").read_bytes()[:-2])
     write(tmp_path / "foreign", [100], token=tokenizer.vocab_size)
@@ -68,7 +68,7 @@ def test_every_file_is_looked_at(make_config: MakeConfig, tokenizer: Tokenizer, 
     ]
 
 
-def test_lists_without_meaning_and_a_bad_tokenizer_are_all_reported(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_invalid_lists_and_a_bad_tokenizer_are_all_reported(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(
         train_data_path=["0.5", "a", "b"], valid_data_path=["a.bin"], tokenizer_model=str(tmp_path / "no.json")
     )

@@ -1,4 +1,4 @@
-"""The quickstart's text is there, the same every time, and divided by name alone."""
+"""The quickstart's text exists, is the same every time, and is split by name alone."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def test_it_is_enough_text_in_a_fixed_order(corpus: list[Document]) -> None:
     assert read_corpus() == corpus
 
 
-def test_tests_packages_and_tables_are_left_out(corpus: list[Document]) -> None:
+def test_tests_packages_and_tables_are_excluded(corpus: list[Document]) -> None:
     for document in corpus:
         parts = document.name.split("/")
         assert not {"test", "tests", "site-packages", "encodings"}.intersection(parts), document.name
@@ -63,7 +63,7 @@ def test_a_library_without_sources_is_refused(kind: str, tmp_path: Path) -> None
     assert "preprocess_data.py" in str(caught.value)
 
 
-def test_files_in_other_encodings_are_no_text(tmp_path: Path) -> None:
+def test_files_in_other_encodings_are_excluded(tmp_path: Path) -> None:
     (tmp_path / "good.py").write_text("x = 'é'\n" * 200_000, encoding="utf-8")
     (tmp_path / "latin.py").write_bytes("x = 'é'\n".encode("latin-1"))
     assert [document.name for document in read_corpus(tmp_path)] == ["good.py"]

@@ -78,7 +78,7 @@ def test_inspect(prefix: str, call: Call) -> None:
     assert call("inspect", f"{prefix}-none")[0] == 2
 
 
-def test_a_prefix_that_is_meant_otherwise_is_named(prefix: str, call: Call) -> None:
+def test_a_wrong_prefix_suggests_the_right_one(prefix: str, call: Call) -> None:
     assert call("inspect", f"{prefix}.bin")[2].endswith(f"give the prefix without its suffix: {prefix}\n")
     call("merge", prefix, "--output-prefix", f"{prefix}-o_text_document")
     code, _, error = call("inspect", f"{prefix}-o")
@@ -187,9 +187,7 @@ def test_merge_and_split_say_what_they_wrote(prefix: str, call: Call) -> None:
     assert call("merge", *parts, "--output-prefix", f"{prefix}-m", "--overwrite")[0] == 0
 
 
-def test_a_disk_that_is_full_is_said_and_nothing_is_left(
-    prefix: str, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_and_nothing_is_left(prefix: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -199,7 +197,7 @@ def test_a_disk_that_is_full_is_said_and_nothing_is_left(
     assert not list(Path(prefix).parent.glob("text-m*"))
 
 
-def test_a_damaged_length_is_said(prefix: str, call: Call) -> None:
+def test_a_corrupt_length_is_reported(prefix: str, call: Call) -> None:
     content = bytearray(Path(f"{prefix}.idx").read_bytes())
     struct.pack_into("<i", content, HEADER.size, -5)
     Path(f"{prefix}.idx").write_bytes(content)
@@ -216,7 +214,7 @@ def test_a_damaged_length_is_said(prefix: str, call: Call) -> None:
         ("--documents", "61", "but the file has 60"),
     ],
 )
-def test_meaningless_shares_are_refused(option: str, value: str, reason: str, prefix: str, call: Call) -> None:
+def test_invalid_shares_are_refused(option: str, value: str, reason: str, prefix: str, call: Call) -> None:
     code, _, error = call("split", prefix, "--output-prefix", f"{prefix}-s", option, value)
     assert code == 2
     assert reason in error
@@ -248,7 +246,7 @@ def test_the_tool_needs_no_torch(prefix: str, tokenizer: Tokenizer, tmp_path: Pa
     assert result.returncode == 0, result.stderr
 
 
-def test_all_that_is_missing_is_named_at_once(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files_are_reported_at_once(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     absent = [str(tmp_path / name) for name in ("absent", "gone")]
     commands = (["inspect", prefix, *absent], ["verify", prefix, *absent], ["merge", prefix, *absent])
     for command in commands:

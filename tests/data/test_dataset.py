@@ -203,7 +203,7 @@ def test_indices_are_built_once_and_loaded_after(make_config: MakeConfig, tokeni
     assert list((tmp_path / "cache").iterdir()) == [directory]
 
 
-def test_the_cache_can_lie_elsewhere(make_config: MakeConfig, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_cache_can_be_elsewhere(make_config: MakeConfig, tokenizer: Tokenizer, tmp_path: Path) -> None:
     build_datasets(make_config(data_cache_path=str(tmp_path / "indices" / "deep")), tokenizer)
     assert not (tmp_path / "cache").exists()
     assert len(list((tmp_path / "indices" / "deep").iterdir())) == 1
@@ -257,7 +257,7 @@ def test_a_missing_path_names_its_key(key: str, make_config: MakeConfig, tokeniz
         build_datasets(make_config(**{key: []}), tokenizer)
 
 
-def test_a_broken_index_names_its_file(make_config: MakeConfig, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_corrupt_index_names_its_file(make_config: MakeConfig, tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "train.idx").write_bytes(b"not an index")
     with pytest.raises(TokenFileError, match=r"train\.idx is not a Megatron index"):
         build_datasets(make_config(), tokenizer)
@@ -311,7 +311,7 @@ def test_a_split_divides_one_file_between_training_and_validation(
     assert {token for sample in tokens_of(datasets.valid[0].dataset, 8) for token in sample} == {7, 8}
 
 
-def test_an_id_beyond_the_vocabulary_is_named_when_it_is_read(
+def test_an_id_outside_the_vocabulary_is_named_when_it_is_read(
     make_config: MakeConfig, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     with TokenFileWriter(tmp_path / "bad", vocab_size=300) as writer:
@@ -326,7 +326,7 @@ def test_an_id_beyond_the_vocabulary_is_named_when_it_is_read(
         train[0]
 
 
-def test_a_damaged_index_is_named_with_what_to_remove(
+def test_a_corrupt_index_is_named_with_what_to_remove(
     make_config: MakeConfig, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     config = make_config(data_cache_path=str(tmp_path / "indices"))

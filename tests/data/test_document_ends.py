@@ -1,4 +1,4 @@
-"""Files whose documents have no end are refused where a key goes by the ends."""
+"""Files without end-of-document tokens are refused if a key depends on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write(prefix: Path, documents: list[list[int]]) -> str:
 
 
 @pytest.mark.parametrize("key", ["eod_mask_loss", "reset_position_ids", "reset_attention_mask"])
-def test_a_file_without_ends_is_refused_where_they_matter(key: str, tmp_path: Path) -> None:
+def test_a_file_without_end_tokens_is_refused_if_a_key_needs_them(key: str, tmp_path: Path) -> None:
     # An end inside a document is text: documents end where the index says.
     without = write(tmp_path / "without", [[1, EOD, 2], [], [3]])
     ended = write(tmp_path / "ended", [[1, 2], [], [3, EOD]])

@@ -150,7 +150,7 @@ def fail_on_rank(root: str) -> list[str]:
     return messages
 
 
-def test_a_failed_build_is_told_to_every_rank(tmp_path: Path) -> None:
+def test_a_failed_build_is_reported_to_every_rank(tmp_path: Path) -> None:
     (tmp_path / "a-file").write_text("in the way")
     first, second = run_on_ranks(2, fail_on_rank, str(tmp_path))
     assert first == second
@@ -190,7 +190,7 @@ def files_gone_on_rank(root: str) -> str:
     return "no error"
 
 
-def test_missing_token_files_on_one_node_are_told_to_all(tmp_path: Path) -> None:
+def test_missing_token_files_on_one_node_are_reported_to_all(tmp_path: Path) -> None:
     write(tmp_path / "a0")
     first, second = run_on_ranks(2, files_gone_on_rank, str(tmp_path))
     assert first == second

@@ -1,4 +1,4 @@
-"""Every rank gets its part of the same global batches, reads no more than it must, and hears of failures."""
+"""Every rank gets its part of the same global batches, reads no more than it must, and is told of failures."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_prefetched_batches_are_not_consumed() -> None:
         assert loader.consumed_samples == 8
 
 
-def test_a_resume_goes_on_with_the_next_sample_in_another_layout() -> None:
+def test_a_resume_continues_with_the_next_sample_in_another_layout() -> None:
     with make_loader(NumberedSamples(), BatchSampler(2, 8)) as loader:
         before = [samples_of(batch) for batch in islice(loader.iterators()[0], 8)]
         consumed_samples = loader.consumed_samples
@@ -127,12 +127,12 @@ def test_ranks_in_the_middle_of_the_pipeline_read_nothing() -> None:
     assert batches[0].tokens.shape == batches[0].loss_mask.shape == (2, 0)
 
 
-def test_a_reader_without_a_dataset_is_a_mistake() -> None:
+def test_a_reader_without_a_dataset_is_refused() -> None:
     with pytest.raises(ValueError, match="has no dataset"):
         make_loader(None, BatchSampler(2, 8))
 
 
-def test_iterators_are_given_out_once() -> None:
+def test_iterators_may_be_asked_for_once() -> None:
     with make_loader(NumberedSamples(), BatchSampler(2, 8)) as loader:
         loader.iterators()
         with pytest.raises(RuntimeError, match="only once"):
@@ -184,7 +184,7 @@ class EndedSamples(NumberedSamples):
 
 
 @pytest.mark.parametrize(("positions", "attention"), [(True, False), (False, True), (True, True)])
-def test_documents_restart_what_they_are_to(positions: bool, attention: bool) -> None:
+def test_positions_and_attention_restart_as_configured(positions: bool, attention: bool) -> None:
     rules = DocumentRules(EOD, reset_position_ids=positions, reset_attention_mask=attention)
     with make_loader(EndedSamples(), BatchSampler(2, 4), num_samples=8, documents=rules) as loader:
         batches = list(loader.iterators()[0])
@@ -202,7 +202,7 @@ def test_documents_restart_what_they_are_to(positions: bool, attention: bool) ->
             assert batch.cu_seqlens is None
 
 
-def test_without_rules_for_documents_attention_knows_none() -> None:
+def test_without_document_rules_there_are_no_cumulative_lengths() -> None:
     with make_loader(EndedSamples(), BatchSampler(2, 4), num_samples=4) as loader:
         for batch in loader.iterators()[0]:
             assert batch.cu_seqlens is None

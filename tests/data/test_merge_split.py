@@ -1,4 +1,4 @@
-"""Token files joined and splitd: the bytes that preprocessing gives, read back by an independent reader."""
+"""Merged and split token files have the bytes that preprocessing gives; an independent reader reads them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_files_of_different_widths_become_the_wider_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part_bytes", [16, 2**24])
-def test_shares_are_files_of_their_own(part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_become_files(part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge_split, "PART_BYTES", part_bytes)
     documents = documents_of(19, 3)
     prefix = write(tmp_path / "all", documents)
@@ -81,7 +81,7 @@ def test_only_empty_documents_can_be_copied(tmp_path: Path) -> None:
     assert decode_token_file(tmp_path / "b") == [[], []]
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     prefix, other = write(tmp_path / "a", [[1]]), write(tmp_path / "b", [[2]])
     before = content(other)
     with pytest.raises(MergeSplitError, match=r"b\.bin exists"):
@@ -95,7 +95,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
         merge([prefix], str(tmp_path / "no" / "c"))
 
 
-def test_a_damaged_input_leaves_no_output(tmp_path: Path) -> None:
+def test_a_corrupt_input_leaves_no_output(tmp_path: Path) -> None:
     good, bad = write(tmp_path / "good", [[1, 2, 3]]), write(tmp_path / "bad", [[4, 5, 6]])
     (tmp_path / "bad.bin").write_bytes(b"\x04\x00")
     with pytest.raises(MergeSplitError, match=r"bad\.bin has 2 bytes, but its index implies 6"):

@@ -47,7 +47,7 @@ def texts(number: int) -> list[str]:
     return [f"Document {i}: " + "words and 東京 " * (i % 7) for i in range(number)]
 
 
-def test_documents_are_the_texts_encoded(tokenizer: Tokenizer, write_jsonl: WriteJsonl, tmp_path: Path) -> None:
+def test_documents_are_the_encoded_texts(tokenizer: Tokenizer, write_jsonl: WriteJsonl, tmp_path: Path) -> None:
     path = write_jsonl([{"text": text, "id": i} for i, text in enumerate(texts(20))])
     totals = run(path, tmp_path / "out", settings_of(tokenizer))
     documents = decode_token_file(tmp_path / "out_text_document")
@@ -88,7 +88,7 @@ def test_ids_above_uint16_survive(tokenizer: Tokenizer, write_jsonl: WriteJsonl,
     assert decode_token_file(tmp_path / "out_text_document") == [[70_000]]
 
 
-def test_empty_documents_and_blank_lines_are_left_out(
+def test_empty_documents_and_blank_lines_are_skipped(
     tokenizer: Tokenizer, write_jsonl: WriteJsonl, tmp_path: Path
 ) -> None:
     path = write_jsonl([{"text": "one"}, {"text": ""}, {"text": "two"}])
@@ -169,7 +169,7 @@ def test_wrong_arguments_end_with_code_2_and_name_the_flag(
     assert list(tmp_path.glob("out*")) == []
 
 
-def test_the_tool_writes_and_sums_up(
+def test_the_tool_writes_files_and_a_summary(
     tokenizer: Tokenizer, write_jsonl: WriteJsonl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_jsonl([{"text": "one"}, ["broken"], {"text": ""}, {"text": "two"}])
@@ -313,7 +313,7 @@ def test_a_tokenizer_is_trained_on_the_inputs_and_then_used(
     assert "more than --train-bpe 270" in capsys.readouterr().err
 
 
-def test_training_reads_an_even_share_of_more_text_than_is_wanted(tmp_path: Path) -> None:
+def test_a_tokenizer_is_trained_on_an_evenly_spread_part(tmp_path: Path) -> None:
     for name in "abcdefgh":
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name * 100}) + "\n")
     files = find_inputs([str(tmp_path)], "auto", ["text"])

@@ -1,4 +1,4 @@
-"""Killed at any moment and started again, preprocessing writes the bytes of an uninterrupted run."""
+"""Killed at any time and started again, preprocessing writes the bytes of an uninterrupted run."""
 
 import json
 import random
@@ -22,7 +22,7 @@ SUFFIXES = ("bin", "idx")
 
 
 class Stopped(Exception):
-    """What ends a process in the middle."""
+    """Ends a process in the middle."""
 
 
 def write_inputs(folder: Path) -> None:
@@ -110,7 +110,7 @@ def test_other_work_starts_again(tmp_path: Path) -> None:
 
 
 def test_a_process_killed_again_and_again_writes_the_same_bytes(tmp_path: Path) -> None:
-    """SIGKILL as it comes, at places in the work that chance decides; what lasts is on the disk."""
+    """SIGKILL at random points of the work."""
     write_inputs(tmp_path / "in")
     expected = run(tmp_path / "in", tmp_path / "whole", Execution())
     chance = random.Random(5)
@@ -137,7 +137,7 @@ def test_a_process_killed_again_and_again_writes_the_same_bytes(tmp_path: Path) 
 
 
 def start_process(folder: Path) -> subprocess.Popen[str]:
-    """`run` of the inputs in `folder` in a process of its own, with a line for each block."""
+    """`run` of the inputs in `folder` in another process, which prints a line for each block."""
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from pathlib import Path\n"
@@ -156,7 +156,7 @@ def test_the_last_steps_can_be_interrupted_anywhere(tmp_path: Path, monkeypatch:
         calls = []
 
         def stop(path: Path, target: Path, calls: list[Path] = calls, step: int = step) -> Path:
-            # The renames after the note says that everything has been read: of tokens and of the index.
+            # The renames after the progress file says that everything has been read: of tokens and of the index.
             if target.name.startswith("out_") and len(calls) == step:
                 raise Stopped
             calls.extend([target] if target.name.startswith("out_") else [])

@@ -1,4 +1,4 @@
-"""What data keys mean: a split divides documents as Megatron does."""
+"""A split divides documents as Megatron does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_shares_are_megatrons(text: str, num_documents: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2", "1,,1", "inf,1", "nan"])
-def test_what_is_no_split_is_refused(text: str) -> None:
+def test_invalid_splits_are_refused(text: str) -> None:
     with pytest.raises(BlendError, match="969,30,1"):
         parse_split(text)
     if text:
@@ -52,7 +52,7 @@ def test_files_of_their_own_are_read_whole() -> None:
     assert valid_blend(data).documents(7) == range(7)
 
 
-def test_a_list_without_meaning_names_its_key() -> None:
+def test_an_invalid_list_names_its_key() -> None:
     for data in (DataConfig(valid_data_path=["0.5", "a", "b"]), DataConfig(data_path=["0.5", "a", "b"])):
         with pytest.raises(DataKeyError) as error:
             valid_blend(data)

@@ -94,7 +94,7 @@ def test_an_interrupted_write_leaves_the_old_pair_alone(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_the_pair_is_replaced_whole(tmp_path: Path) -> None:
+def test_the_pair_is_replaced_as_a_whole(tmp_path: Path) -> None:
     write(tmp_path / "a", 300, [[1, 2], [3]])
     write(tmp_path / "a", 300, [[4, 5, 6]])
     assert decode_token_file(tmp_path / "a") == [[4, 5, 6]]

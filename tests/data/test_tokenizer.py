@@ -1,4 +1,4 @@
-"""Text survives the tokenizer, and what is no tokenizer is refused with a reason."""
+"""Text survives the tokenizer, and invalid tokenizer files are refused with a reason."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_vocab_size_covers_the_largest_id_of_a_vocabulary_with_holes(tokenizer: 
 
 
 def damaged(kind: str, good: Path, directory: Path) -> Path:
-    """A path that is no tokenizer, in one of several ways."""
+    """A path that is not a valid tokenizer, in one of several ways."""
     path = directory / "tokenizer.json"
     content = good.read_text(encoding="utf-8")
     if kind == "cut off":
@@ -81,7 +81,7 @@ def damaged(kind: str, good: Path, directory: Path) -> Path:
         ("no end of document", "has no end-of-document token <|endoftext|>"),
     ],
 )
-def test_what_is_no_tokenizer_is_refused(kind: str, reason: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_invalid_tokenizer_files_are_refused(kind: str, reason: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = damaged(kind, Path(tokenizer.path), tmp_path)
     with pytest.raises(TokenizerError, match="tokenizer") as caught:
         Tokenizer.load(path)

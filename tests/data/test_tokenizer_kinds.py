@@ -23,7 +23,7 @@ PRINTABLE = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]
 
 
 def sentencepiece_model(path: Path, **changes: object) -> Path:
-    """A small model, trained now."""
+    """A small model, trained here."""
     arguments = {"vocab_size": 60, "model_type": "bpe", "byte_fallback": False, "minloglevel": 2} | changes
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(LINES * 20), model_prefix=str(path.with_suffix("")), hard_vocab_limit=False, **arguments
@@ -65,7 +65,7 @@ def test_a_control_piece_named_endoftext_comes_before_the_models_own_end(tmp_pat
     assert Tokenizer.load(path, eod_token="<doc>").eod_id == library.piece_to_id("<doc>")
 
 
-def test_an_end_that_a_text_can_spell_is_refused(tmp_path: Path, llama_like: Path) -> None:
+def test_an_end_token_that_a_text_can_contain_is_refused(tmp_path: Path, llama_like: Path) -> None:
     path = sentencepiece_model(tmp_path / "own.model", user_defined_symbols=["<doc>"], eos_id=-1)
     with pytest.raises(TokenizerError, match=r"inside a text") as caught:
         Tokenizer.load(path, eod_token="<doc>")
@@ -87,6 +87,13 @@ def test_ranks_give_the_ids_of_tiktoken_and_of_the_same_vocabulary(
     assert ours.encode(text) == [token - 1 for token in tokenizer.encode(text)]
 
 
+def test_a_million_spaces_in_a_row_are_encoded(ranks: Path, tokenizer: Tokenizer) -> None:
+    """Tiktoken's regular expressions run out of stack there."""
+    text = "to be" + " " * (2**20 + 7) + "or not"
+    ours = Tokenizer.load(ranks, tiktoken_pattern="gpt2")
+    assert ours.encode(text) == [token - 1 for token in tokenizer.encode(text)]
+
+
 def test_the_end_of_a_document_follows_the_ranks(ranks: Path, tokenizer: Tokenizer) -> None:
     ours = Tokenizer.load(ranks, tiktoken_pattern="cl100k_base", eod_token="<end>")
     assert ours.tokenizer_type == "TikTokenizer"
@@ -96,7 +103,7 @@ def test_the_end_of_a_document_follows_the_ranks(ranks: Path, tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_patterns_leave_nothing_out(name: str, ranks: Path) -> None:
+def test_patterns_cover_every_character(name: str, ranks: Path) -> None:
     text = "It's 12345 Füße,\n\n  DON'T\tstop (now)!  \r\n x_1=東京 "
     ours = Tokenizer.load(ranks, tiktoken_pattern=name)
     assert ours.decode(ours.encode(text)) == text
@@ -128,7 +135,7 @@ def test_a_published_file_needs_no_pattern(ranks: Path, tmp_path: Path) -> None:
     content = {base64.b64decode(line.split()[0]): int(line.split()[1]) for line in ranks.read_bytes().splitlines()}
     library = tiktoken.Encoding("c", pat_str=PATTERNS["cl100k_base"], mergeable_ranks=content, special_tokens={})
     assert tokenizer.encode(LINES[0]) == library.encode(LINES[0])
-    # A model may write what is no token: ids between the ranks and the end.
+    # A model may generate ids that are not tokens: those between the ranks and the end.
     assert tokenizer.decode([*tokenizer.encode("a"), 100256, tokenizer.eod_id]) == "a<|100256|><|endoftext|>"
 
 
@@ -184,7 +191,7 @@ def test_an_added_token_that_texts_give_cannot_end_documents(tmp_path: Path) -> 
         Tokenizer.load(other_tokenizer(tmp_path, special=False), eod_token="</s>")
 
 
-def test_wrong_kinds_say_so(tokenizer: Tokenizer, llama_like: Path, ranks: Path) -> None:
+def test_wrong_kinds_are_refused(tokenizer: Tokenizer, llama_like: Path, ranks: Path) -> None:
     with pytest.raises(TokenizerError, match="not a SentencePiece model"):
         Tokenizer.load(tokenizer.path, "SentencePieceTokenizer")
     with pytest.raises(TokenizerError, match=r"not a tokenizer\.json"):

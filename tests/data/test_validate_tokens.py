@@ -1,4 +1,4 @@
-"""Damaged token files are found before a run, each with its reason."""
+"""Corrupt token files are found before a run, each with its reason."""
 
 import struct
 import subprocess
@@ -33,7 +33,7 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
 
 
 def cut(path: Path, num_bytes: int) -> None:
-    """Take bytes off the end."""
+    """Truncate the file."""
     path.write_bytes(path.read_bytes()[:-num_bytes])
 
 
@@ -67,7 +67,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_damage_is_found_and_named(kind: str, tmp_path: Path) -> None:
+def test_corruption_is_found_and_named(kind: str, tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", [100, 100])
     assert check_token_file(prefix, VOCAB_SIZE) == []
     damage, reason = DAMAGES[kind]
@@ -85,7 +85,7 @@ def test_an_empty_pair_is_refused(tmp_path: Path) -> None:
     assert "has no documents" in problem.reason
 
 
-def test_ids_beyond_the_vocabulary_are_found(tmp_path: Path) -> None:
+def test_ids_outside_the_vocabulary_are_found(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", [100], largest_id=VOCAB_SIZE)
     assert check_token_file(prefix, VOCAB_SIZE + 1) == []
     (problem,) = check_token_file(prefix, VOCAB_SIZE)
@@ -111,7 +111,7 @@ def test_large_files_are_sampled_to_their_end(tmp_path: Path, monkeypatch: pytes
     assert "token id 300" in check_token_file(prefix, VOCAB_SIZE)[0].reason
 
 
-def test_the_place_of_a_bad_id_is_named(tmp_path: Path) -> None:
+def test_the_position_of_a_bad_id_is_named(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", [100, 30, 70], largest_id=VOCAB_SIZE)
     assert "token 199 of the file, in document 2" in check_token_file(prefix, VOCAB_SIZE)[0].reason
 

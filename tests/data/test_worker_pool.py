@@ -1,4 +1,4 @@
-"""Encoding processes that get signals: one that is killed is said, and Ctrl-C ends none of them half started."""
+"""Encoding processes that get signals: a killed one is reported, and Ctrl-C interrupts none that is starting."""
 
 import multiprocessing
 import os
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from megatron_fp8.prepare.blocks import Block, Position
 from megatron_fp8.prepare.encode import Settings, TokenizerFile, WorkerEndedError, encode_blocks
+from megatron_fp8.prepare.text_blocks import Block, Position
 
 SETTINGS = Settings(TokenizerFile(None, "ByteLevelTokenizer"))
 NUM_BLOCKS = 20
@@ -32,7 +32,7 @@ def test_a_worker_that_is_killed_ends_the_work_with_a_reason() -> None:
         list(encode_blocks(blocks(signal.SIGKILL, 10), SETTINGS.tokenizer.load(), SETTINGS, 2))
 
 
-def test_ctrl_c_is_the_programs_matter_also_while_workers_start() -> None:
+def test_ctrl_c_is_left_to_the_parent_even_while_workers_start() -> None:
     # Before the second block the first worker has just been started, and is importing.
     encoded = list(encode_blocks(blocks(signal.SIGINT, 1), SETTINGS.tokenizer.load(), SETTINGS, 2))
     assert np.concatenate([each.by_key["text"].tokens for each in encoded]).tolist() == [97] * NUM_BLOCKS

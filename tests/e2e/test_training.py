@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from megatron_fp8.commands import dashboard
 from megatron_fp8.config.load import load_config
+from megatron_fp8.report.series import Section
+from megatron_fp8.report.series_registry import OTHER_FP8, SERIES_EVENTS, find, named_values
 from tests.e2e.conftest import TRAIN_ITERS, Tiny
 from tests.e2e.launch import ROOT, Ended, pretrain, torchrun
 
@@ -165,6 +168,18 @@ def test_metrics_are_those_of_a_run_that_learns(finished: Finished) -> None:
     (end,) = of_kind(records, "end")
     assert end["lm loss validation at start"] == validation[0] == pytest.approx(math.log(300), abs=0.3)
     assert end["lm loss validation"] == validation[-1] < validation[0] - 0.5
+
+
+def test_every_series_is_in_the_registry_and_every_panel_has_one(finished: Finished) -> None:
+    records = [record for record in read_metrics(finished.directory) if record["event"] in SERIES_EVENTS]
+    recorded = {name for record in records for name, _ in named_values(record)}
+    unlisted = {name for name in recorded if (found := find(name)) is None or found.series is OTHER_FP8}
+    # Of a checkpoint what is no number.
+    assert unlisted == {"checkpoint/path", "checkpoint/removed"}
+    panels = {name for section in Section for names in dashboard.panels(section).values() for name in names}
+    assert {name for name in panels if " map/" not in name} - recorded == {
+        *("loss-scale", "fp8/fallen-back-layers", "pipeline-bubble/measured")
+    }
 
 
 def test_the_console_is_plain_lines_of_one_rank(finished: Finished) -> None:

@@ -98,9 +98,9 @@ def test_gathered_parameters_outside_fp8_keep_their_bytes_whatever_they_are_call
     monkeypatch.setitem(chart_labels.LABELS, Tensor.OTHER_PARAMETERS, "all the rest")
     after = make_plan(run.config, layout, GPUS["h100-80g"])
     assert after.traffic == before.traffic
-    (gathered,) = (item for item in after.traffic[0] if item.message.tensor is Tensor.OTHER_PARAMETERS)
-    assert (gathered.message.group, gathered.message.collective) == (Group.DP, Collective.ALL_GATHER)
-    assert gathered.tensor_bytes == 2 * after.rank_parameters[0].others
+    (gathered,) = (item for item in after.traffic[0] if item.row.tensor is Tensor.OTHER_PARAMETERS)
+    assert (gathered.row.group, gathered.row.collective) == (Group.DP, Collective.ALL_GATHER)
+    assert gathered.row.size == 2 * after.rank_parameters[0].others
 
 
 @pytest.mark.parametrize("path", ["megatron_fp8/planner", "megatron_fp8/precision", "megatron_fp8/report"])

@@ -101,11 +101,10 @@ def test_ranks_send_what_was_planned(case: str) -> None:
         planned: Counter = Counter()
         for item in step_traffic(config, layout, stage):
             # The groups of amaxes and of the tied embedding have no name here; with TP 1 the former is that of DP.
-            message = item.message
-            group = {Group.TP: "tp", Group.PP: "pp", Group.DP: "dp"}.get(message.group, "other")
-            if message.group is Group.TP_AND_DP and layout.tensor_model_parallel_size == 1:
+            group = {Group.TP: "tp", Group.PP: "pp", Group.DP: "dp"}.get(item.row.group, "other")
+            if item.row.group is Group.TP_AND_DP and layout.tensor_model_parallel_size == 1:
                 group = "dp"
-            planned[group, COLLECTIVES[message.collective]] += item.tensor_bytes
+            planned[group, COLLECTIVES[item.row.collective]] += item.row.size
         found: Counter = Counter()
         for (group, name, _), size in observed.items():
             found[group, name] += size
@@ -119,4 +118,4 @@ def test_a_ring_sends_less_than_the_tensor() -> None:
     config = config_of(SIZES, {"mode": "bf16"}, {"use_distributed_optimizer": False})
     (gradients,) = step_traffic(config, derive_layout(config, 4, VOCAB_SIZE), 0)
     assert gradients.num_ranks == 4
-    assert gradients.sent_bytes == pytest.approx(2 * 3 / 4 * gradients.tensor_bytes)
+    assert gradients.sent_bytes == pytest.approx(2 * 3 / 4 * gradients.row.size)

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from megatron_fp8.report.console import ConsoleSink, format_record
 from megatron_fp8.report.events import EVENTS, Level, event_level, event_line, event_text, event_title
-from megatron_fp8.report.html.read import read_run
 from megatron_fp8.report.html.tables import events
 from megatron_fp8.report.record import METRICS, JsonLines
+from megatron_fp8.report.run_reader import read_run
 
 LOSSES = {"lm loss validation at start": 8.5, "lm loss validation": 6.0}
 CHECKPOINT = {"path": "c/iter_0000008", "bytes": 16.4e6, "seconds": 2.5, "hold-up-seconds": 0.1}

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_fp8.report.html.page import write_report
-from megatron_fp8.report.html.read import read_run
+from megatron_fp8.report.html import write_report
+from megatron_fp8.report.run_reader import read_run
 from tests.report.chromium import INSTALL, Page, find_chromium, open_page
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason=INSTALL)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from terminal import Screen, run_on_terminal
 
-from megatron_fp8.report.live_line import short_count
+from megatron_fp8.report.events import short_count
 
 ROOT = Path(__file__).parents[2]
 TRAIN: dict[str, Any] = {
@@ -73,7 +73,7 @@ def test_one_line_has_the_newest_numbers_and_other_lines_scroll_above_it(tmp_pat
         "finished 3 iterations in 9 s | lm loss validation 3.5000 at the start | .",
     ]
     numbers = (
-        "loss {loss}  val 3.5000  12.3k tok/s  MFU 41%  fp8 clip 1.2% flush 2%  1 fell back  1 warning  3 h 07 min left"
+        "loss {loss}  val 3.5000  12.3k tok/s  MFU 41%  3 h 07 min left  fp8 clip 1.2% flush 2%  1 fell back  1 warning"
     )
     drawn = [line.strip() for line in screen.last_lines]
     for step, loss in ((1, "2.2500"), (2, "1.2500"), (3, "0.2500")):
@@ -87,8 +87,8 @@ def test_one_line_has_the_newest_numbers_and_other_lines_scroll_above_it(tmp_pat
 @pytest.mark.parametrize(
     ("width", "line"),
     [
-        (100, "1/3  loss 3.2500  12.3k tok/s  fp8 clip 1.2% flush 2%  1 fell back  1 warning  3 h 07 min left"),
-        (80, "1/3  loss 3.2500  12.3k tok/s  MFU 41%  1 fell back  1 warning  3 h 07 min left"),
+        (100, "1/3  loss 3.2500  12.3k tok/s  3 h 07 min left  fp8 clip 1.2% flush 2%  1 fell back  1 warning"),
+        (80, "1/3  loss 3.2500  12.3k tok/s  MFU 41%  3 h 07 min left  1 fell back  1 warning"),
         (40, "1/3  loss 3.2500  3 h 07 min left"),
         (12, "1/3"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from megatron_fp8.report.console import ConsoleSink, format_record
-from megatron_fp8.report.durations import format_seconds
+from megatron_fp8.report.events import format_seconds
 from megatron_fp8.report.record import (
     BrokenLine,
     BrokenLines,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from megatron_fp8.report.console import format_record
-from megatron_fp8.report.html.page import render
-from megatron_fp8.report.html.read import read_run
+from megatron_fp8.report.html import render
 from megatron_fp8.report.html.tables import chart
 from megatron_fp8.report.record import BrokenLine, read_records
 from megatron_fp8.report.record_upgrade import upgraded
+from megatron_fp8.report.run_reader import read_run
 
 # Written by the last version of the old form; layers and steps that say nothing new are cut out.
 OLD_RUN = Path(__file__).parent / "old_run"

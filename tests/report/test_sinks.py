@@ -16,7 +16,7 @@ from sink_files import only_wandb_file, tensorboard_scalars, wandb_history, wand
 from megatron_fp8.config.load import dump_config
 from megatron_fp8.report.guarded import Guarded
 from megatron_fp8.report.record import METRICS, JsonLines, Recorder, Sink, drop_records_after, read_records
-from megatron_fp8.report.series import series_of
+from megatron_fp8.report.series_registry import series_of
 from megatron_fp8.report.views import record_sink, sinks_of_run
 from tests.small_run import small_config
 
@@ -147,7 +147,7 @@ def client_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("client_at_home")
 def test_a_run_that_goes_on_continues_its_curves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from tools import replay
+    from megatron_fp8.commands import replay
 
     directory = tmp_path / "run"
     directory.mkdir()
@@ -176,7 +176,7 @@ def test_a_run_that_goes_on_continues_its_curves(tmp_path: Path, capfd: pytest.C
     assert [step for step, _, _ in scalars["lm loss"]] == list(range(1, 9))
     assert scalars["lm loss"][4][2] == pytest.approx(1 / 5)
 
-    assert replay.main([str(directory), "--tensorboard", "--wandb"]) == 0
+    replay.main([str(directory), "--tensorboard", "--wandb"])
     assert capfd.readouterr().err.count("line 2 of metrics.jsonl is no record and was left out") == 2
     assert wandb_history(only_wandb_file(directory)) == history
     assert tensorboard_scalars(directory / "tensorboard") == scalars

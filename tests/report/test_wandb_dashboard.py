@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 
-from tools import wandb_dashboard
-
-ROOT = Path(__file__).resolve().parents[2]
+from megatron_fp8.commands import dashboard
 
 
 def test_the_view_can_be_reviewed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert wandb_dashboard.main(["--json", "--entity", "team", "--project", "gpt"]) == 0
+    dashboard.main(["--json", "--entity", "team", "--project", "gpt"])
     printed = capsys.readouterr().out
     view = json.loads(printed)
     assert (view["entity"], view["project"]) == ("team", "gpt")
@@ -24,22 +20,12 @@ def test_the_view_can_be_reviewed(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(shown) == len(set(shown))
     assert {"lm loss", "mfu", "fp8 map/layernorm_mlp.fc1/input/amax"} <= set(shown)
     # The same in another process, with nothing random in it.
-    wandb_dashboard.main(["--json", "--entity", "team", "--project", "gpt"])
+    dashboard.main(["--json", "--entity", "team", "--project", "gpt"])
     assert capsys.readouterr().out == printed
 
 
 def test_saving_needs_a_project(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        wandb_dashboard.main([])
+        dashboard.main([])
     assert ended.value.code == 2
     assert "--entity and --project" in capsys.readouterr().err
-
-
-def test_panels_name_what_the_code_records() -> None:
-    files = ("interval_record", "throughput", "time_split", "norms", "evaluate", "checkpointing")
-    code = "".join((ROOT / "megatron_fp8" / "train" / f"{name}.py").read_text() for name in files)
-    recorded = set(re.findall(r'"([a-z][a-z0-9 /-]+)"', code)) | {"lm loss validation", "lm loss validation ppl"}
-    for _, names in [*wandb_dashboard.TRAINING, *wandb_dashboard.THROUGHPUT]:
-        assert {name.removeprefix("checkpoint/") for name in names} <= recorded
-    for _, names in wandb_dashboard.norm_panels():
-        assert {part for name in names for part in name.removeprefix("norm map/").split("/")} <= recorded

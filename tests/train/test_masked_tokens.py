@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megatron_fp8.report.console import ConsoleSink, format_record
-from megatron_fp8.report.html.read import read_run
+from megatron_fp8.report.console import ConsoleSink, LiveLine, format_record
 from megatron_fp8.report.html.tables import numbers
-from megatron_fp8.report.live_line import LiveLine
 from megatron_fp8.report.record import METRICS, JsonLines, Recorder
+from megatron_fp8.report.run_reader import read_run
 from tests.checkpoint.training import Memory, Samples
 from tests.faults.training import BATCH, STEPS, Outcome, faulty_config, train_on_this_rank
 from tests.ranks import run_on_ranks
@@ -173,7 +172,7 @@ def test_every_view_takes_a_record_without_a_loss(tmp_path: Path) -> None:
     for record in [*outcome.records, {"event": "validation", **validation}]:
         values = {name: value for name, value in record.items() if name not in ("event", "time")}
         recorder.write(record["event"], values)
-        live_line.take(record)
+        live_line.update(record)
     recorder.close()
     live_line.close()
     log = (tmp_path / "console.log").read_text()

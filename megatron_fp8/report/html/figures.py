@@ -1,94 +1,79 @@
-"""Owns which curves a report shows, in which figures, and under which names and units: plain data for plotly.js.
+"""Makes the figures and heat maps of a report as plain data for plotly.js; what they show is the series registry's.
 
-Must not know how figures are drawn: colours are numbers of a palette. Every name from the record is data here; what
-plotly would read as markup is escaped.
+Colors are numbers of a palette. Every name from the record is data here; what plotly would read as markup is escaped. A
+cell of a heat map is the worst value of its interval of iterations.
 """
 
 from __future__ import annotations
 
+import base64
 import html
 import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_fp8.report.html.curves import Floats
-from megatron_fp8.report.html.read import Run
+import numpy as np
+
+from megatron_fp8.report.curves import Curve, Floats, bucket_width
+from megatron_fp8.report.run_reader import Run
+from megatron_fp8.report.series import Better, Match, Series
+from megatron_fp8.report.series_registry import STEP_PARTS, VALIDATION, find
 
 Figure = dict[str, Any]
 
-LOSS, VALIDATION = "lm loss", "lm loss validation"
-# Title, unit and what it says, of the series with a figure of their own, in the order shown.
-_KNOWN = {
-    "learning-rate": ("Learning rate", "", "Of the step that ends the interval."),
-    "grad-norm": (
-        "Gradient norm",
-        "",
-        "L2 norm before clipping, of the step that ends the interval; by kind of weight.",
-    ),
-    "params-norm": ("Norm of the weights", "", "L2 norm of the masters; by kind of weight."),
-    "tokens-per-second": ("Throughput", "tokens/s", "All ranks together; evaluations and checkpoints do not count."),
-    "iteration-time": ("Time per step", "s", "And its parts, as far as they are recorded."),
-    "throughput": ("Model FLOPs", "TFLOP/s per GPU", "What the model needs, without recomputation."),
-    "mfu": ("Model FLOPs utilisation", "%", "Share of the peak of the format of the blocks' GEMMs."),
-    "slowest-rank": ("Slowest rank", "", "Number of the rank whose own passes took longest."),
-    "pause-seconds": ("Pauses", "s", "Between two records, for evaluation and checkpoints."),
-    "loss-scale": ("Loss scale", "", "Of the next step."),
-    "skipped-iterations": ("Skipped steps", "steps", "Since the start, because of overflows."),
-    "batch-size": ("Batch size", "samples", "Of an optimizer step, all ranks together."),
-    "pipeline-bubble": ("Pipeline bubble", "%", "Share of a step in which stages wait, were all equally fast."),
-    "peak-memory-bytes": ("Peak memory", "GB", "Since the start, of the rank that writes the record. GB: 1e9 bytes."),
-}
-SCALES = {"peak-memory-bytes": 1e-9, "mfu": 100.0, "pipeline-bubble": 100.0}
-# A figure says nothing of these while they stay as they are.
-_ONLY_IF_CHANGING = frozenset({"skipped-iterations", "slowest-rank", "batch-size", "pipeline-bubble"})
-# Counters, and what other series say already.
-_NO_FIGURE = re.compile(
-    r"iteration|consumed-.*|seconds-left|data-wait-.*|tokens-per-second-per-gpu|lm loss validation ppl.*"
-)
-# Of these a step's time is made; `iteration-time/slowest-rank` and the like are the whole of it.
-_TIME_PART = re.compile(r"(?!iteration-time).+-time")
 # Of a large job the first nodes are shown.
-_NODE = re.compile(r"node/(?P<number>\d+)/(?P<quantity>.+)")
-_MOST_NODES = 16
-_LOG_FROM = 100.0
+_MAX_NODES = 16
+_MIN_LOG_RATIO = 100.0
 _FROM_ZERO = frozenset({"tokens/s", "TFLOP/s per GPU", "%", "s", "GB", "steps", "samples"})
+# All heat maps of a file together: about 5 bytes a cell.
+MAX_CELLS = 300_000
+_MAX_COLUMNS, _MIN_COLUMNS = 128, 8
 
 
-def figures(runs: Sequence[Run]) -> list[Figure]:
+def line_figures(runs: Sequence[Run]) -> list[Figure]:
     """Every figure of curves; those without a value in any run are left out."""
-    names = _in_order(name for run in runs for name in run.curves)
-    sets = [name for name in names if name.startswith(f"{VALIDATION}/")]
-    # A single set is the total.
-    shown_sets = sets if len(sets) > 1 else []
-    parts = time_parts(names)
-    made = [_figure(runs, "Loss", "nats per token", "Training and validation.", [LOSS, VALIDATION, *shown_sets])]
-    shown = {LOSS, VALIDATION, *sets, *_KNOWN}
-    for name, (title, unit, says) in _KNOWN.items():
-        extremes = {end for run in runs if (curve := run.curves.get(name)) for end in (curve.smallest, curve.largest)}
-        if name in _ONLY_IF_CHANGING and len(extremes) <= 1:
-            continue
-        members = [name, *(member for member in names if member.startswith(f"{name}/"))]
-        shown.update(members)
-        made.append(_figure(runs, title, unit, says, [*members, *parts] if name == "iteration-time" else members))
-    shown.update(parts)
-    rest: dict[str, list[str]] = {}
-    for name in names:
-        if name not in shown and not _NO_FIGURE.fullmatch(name):
-            node = _NODE.fullmatch(name)
-            group = f"{node['quantity']} of nodes" if node else name.split("/")[0]
-            if node is None or int(node["number"]) < _MOST_NODES:
-                rest.setdefault(group, []).append(name)
-    made += [_figure(runs, group, "", "", members) for group, members in rest.items()]
+    by_title: dict[str, list[str]] = {}
+    for name in sorted(dict.fromkeys(name for run in runs for name in run.curves), key=_position):
+        found = find(name)
+        if found is None:
+            by_title.setdefault(name.split("/")[0], []).append(name)
+        elif found.series.in_report and int(found.fields.get("node", 0)) < _MAX_NODES:
+            by_title.setdefault(found.title, []).append(name)
+    made = [_figure(runs, title, _worth_showing(runs, names)) for title, names in by_title.items()]
     return [dict(figure, id=f"figure-{index}") for index, figure in enumerate(made) if figure["traces"]]
+
+
+def _position(name: str) -> float:
+    """In the registry; what is not listed comes last."""
+    found = find(name)
+    return math.inf if found is None else found.position
+
+
+def _worth_showing(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
+    """Without series that say something only when they change, and without a single validation set, the total."""
+    sets = [name for name in names if name.startswith(f"{VALIDATION}/")]
+    first = find(names[0])
+    if first is not None and first.series.only_if_changing:
+        curves = [curve for run in runs if (curve := run.curves.get(names[0]))]
+        if len({end for curve in curves for end in (curve.smallest, curve.largest)}) <= 1:
+            return []
+    return [name for name in names if len(sets) > 1 or name not in sets]
 
 
 def time_parts(names: Iterable[str]) -> list[str]:
     """Those of `names` that are parts of the time of a step."""
-    return [name for name in names if _TIME_PART.fullmatch(name)]
+    return [name for name in names if (found := find(name)) is not None and found.title == STEP_PARTS]
 
 
-def _figure(runs: Sequence[Run], title: str, unit: str, says: str, names: Sequence[str]) -> Figure:
+def series_scale(name: str) -> float:
+    """From a series' unit in the record to that of its figure."""
+    found = find(name)
+    return 1.0 if found is None else found.series.scale
+
+
+def _figure(runs: Sequence[Run], title: str, names: Sequence[str]) -> Figure:
+    found = find(names[0]) if names else None
+    unit, note = ("", "") if found is None else (found.series.unit, found.series.note)
     traces, summaries, gaps = [], [], []
     smallest, largest = math.inf, -math.inf
     for place, run in enumerate(runs):
@@ -96,7 +81,7 @@ def _figure(runs: Sequence[Run], title: str, unit: str, says: str, names: Sequen
             curve = run.curves.get(name)
             if curve is None:
                 continue
-            scale = SCALES.get(name.split("/")[0], 1.0)
+            scale = series_scale(name)
             iterations, values = curve.points()
             label = name if len(runs) == 1 else f"{run.name} · {name}" if len(names) > 1 else run.name
             traces.append(_trace(label, iterations, values * scale, place if len(runs) > 1 else index, index, name))
@@ -110,10 +95,10 @@ def _figure(runs: Sequence[Run], title: str, unit: str, says: str, names: Sequen
                 gaps.append(f"{label}: {curve.not_finite:,} values are not finite and leave gaps.")
     # A rate or an amount is read from 0 on.
     from_zero = unit in _FROM_ZERO
-    wide = not from_zero and smallest > 0 and smallest * _LOG_FROM <= largest < math.inf
+    wide = not from_zero and smallest > 0 and smallest * _MIN_LOG_RATIO <= largest < math.inf
     return {
         "title": title,
-        "says": says,
+        "says": note,
         "unit": unit,
         "axis": escape(", ".join(filter(None, [unit or title, "log" if wide else ""]))),
         "log": wide,
@@ -154,5 +139,76 @@ def escape(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def _in_order(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))
+def heat_maps(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A choice for each run and quantity: title, heat maps by tensor, and the common range of their colors."""
+    num_series = sum(len(run.heat) for run in runs)
+    columns = max(_MIN_COLUMNS, min(_MAX_COLUMNS, MAX_CELLS // max(1, num_series)))
+    choices = []
+    for run in runs:
+        width = _common_width(run, columns)
+        found = [(match, curve) for name, curve in run.heat.items() if (match := find(name)) is not None]
+        cells: dict[str, list[tuple[Match, Curve]]] = {}
+        for match, curve in sorted(found, key=lambda cell: (cell[0].position, int(cell[0].fields["layer"]))):
+            cells.setdefault(match.title, []).append((match, curve))
+        for title, members in cells.items():
+            label = f"{run.name} · {title}" if len(runs) > 1 else title
+            choices.append(_choice(label, members, width))
+    return choices
+
+
+def _common_width(run: Run, columns: int) -> int:
+    curves = run.heat.values()
+    if not curves:
+        return 1
+    widest = max(curve.width for curve in curves)
+    # Few values may lie far apart: each is a column then.
+    if max(curve.count for curve in curves) <= columns:
+        return widest
+    first, last = (min(curve.points()[0][0] for curve in curves), max(curve.points()[0][-1] for curve in curves))
+    return max(widest, bucket_width(first, last, columns))
+
+
+def _choice(label: str, cells: Sequence[tuple[Match, Curve]], width: int) -> dict[str, Any]:
+    series: Series = cells[0][0].series
+    worst = "smallest" if series.better is Better.HIGHER else "largest"
+    tensors: dict[str, dict[int, Curve]] = {}
+    for match, curve in cells:
+        tensors.setdefault(match.fields["tensor"], {})[int(match.fields["layer"])] = curve
+    maps, low, high = [], math.inf, -math.inf
+    for tensor, layers in sorted(tensors.items()):
+        x, z = _table(layers, width)
+        if series.log2:
+            # An amax of 0 has no logarithm: a gap.
+            z = np.log2(np.where(z > 0, z, np.nan))
+        finite = z[np.isfinite(z)]
+        if len(finite):
+            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
+        z[~np.isfinite(z)] = np.nan
+        maps.append({"tensor": escape(tensor), "x": x.tolist(), "y": list(layers), "z": _packed(z)})
+    return {
+        "label": label,
+        "log2": series.log2,
+        "says": f"A cell is the {worst} value of {width:,} iterations." if width > 1 else "",
+        "low": rounded(low),
+        "high": rounded(high),
+        "maps": maps,
+    }
+
+
+def _table(layers: Mapping[int, Curve], width: int) -> tuple[Floats, Floats]:
+    """First iterations of the columns, and values of layers by columns; NaN where nothing was recorded."""
+    rows = [curve.columns(width) for curve in layers.values()]
+    numbers = np.unique(np.concatenate([row[0] for row in rows]))
+    table = np.full((len(rows), len(numbers)), np.nan)
+    for row, (places, values) in zip(table, rows, strict=True):
+        row[np.searchsorted(numbers, places)] = values
+    return numbers * width, table
+
+
+def _packed(table: Floats) -> dict[str, str]:
+    """plotly.js's form of a typed array: FP32, little endian, in base64."""
+    return {
+        "dtype": "f4",
+        "bdata": base64.b64encode(table.astype("<f4").tobytes()).decode("ascii"),
+        "shape": f"{table.shape[0]}, {table.shape[1]}",
+    }

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fp8.report.durations import format_seconds
-from megatron_fp8.report.events import event_level, event_text
-from megatron_fp8.report.html.figures import LOSS, SCALES, VALIDATION, short, time_parts
-from megatron_fp8.report.html.read import Record, Run, flatten
+from megatron_fp8.report.events import event_level, event_text, format_seconds
+from megatron_fp8.report.html.figures import series_scale, short, time_parts
+from megatron_fp8.report.record import Record
+from megatron_fp8.report.run_reader import Run, flatten
+from megatron_fp8.report.series_registry import LOSS, PERPLEXITY, STEP_TIME, VALIDATION
 
 _NONE = "-"
 _YEAR_3000 = 32503680000
@@ -60,12 +61,12 @@ def numbers(runs: Sequence[Run]) -> list[Row]:
         label = "Validation loss" + name.removeprefix(VALIDATION).replace("/", ", ")
         rows.append(Row(f"{label}, last (best), nats per token", [_last_and_best(run, name) for run in runs]))
     rows += [
-        Row("Validation perplexity per token", [_last(run, f"{VALIDATION} ppl") for run in runs]),
+        Row("Validation perplexity per token", [_last(run, PERPLEXITY) for run in runs]),
         Row("Tokens seen", [_last(run, "consumed-tokens", "{:,.0f}") for run in runs]),
         Row("Throughput, mean, tokens/s", [_mean(run, "tokens-per-second") for run in runs]),
         Row("Model FLOPs per GPU, mean, TFLOP/s", [_mean(run, "throughput") for run in runs]),
         Row("Model FLOPs utilisation, mean", [_mean(run, "mfu", "{:.1%}") for run in runs]),
-        Row("Time per step, mean, s", [_mean(run, "iteration-time") for run in runs]),
+        Row("Time per step, mean, s", [_mean(run, STEP_TIME) for run in runs]),
         Row("Waiting for data, mean share of the time", [_mean(run, "data-wait-share", "{:.2%}") for run in runs]),
         Row("Pauses for evaluation and checkpoints, s", [_sum(run, "pause-seconds") for run in runs]),
         Row(
@@ -89,7 +90,7 @@ class Part:
 
 def time_split(run: Run) -> list[Part]:
     """Parts of a mean step, the rest last; empty where the record has no parts."""
-    total = run.curves.get("iteration-time")
+    total = run.curves.get(STEP_TIME)
     if total is None or not total.mean:
         return []
     whole = total.mean
@@ -124,7 +125,7 @@ def _peak_memory(run: Run) -> str:
     """Of the rank that needs most, where the record has it."""
     name = "peak-memory-bytes"
     curve = run.curves.get(f"{name}/largest", run.curves.get(name))
-    return _text(None if curve is None or curve.largest is None else curve.largest * SCALES[name])
+    return _text(None if curve is None or curve.largest is None else curve.largest * series_scale(name))
 
 
 def _last_and_best(run: Run, name: str) -> str:

@@ -11,9 +11,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from megatron_fp8.prepare.blocks import Block, Position, read_blocks
 from megatron_fp8.prepare.encode import BrokenLineError, Settings, TokenizerFile, texts_of
 from megatron_fp8.prepare.input_files import InputError, find_inputs
+from megatron_fp8.prepare.text_blocks import Block, Position, read_blocks
 
 TEXTS = [f"Text {number}: " + "Füße 東京\n" * (number % 5) for number in range(60)]
 SETTINGS = Settings(TokenizerFile(None, "ByteLevelTokenizer"))
@@ -96,7 +96,7 @@ def test_a_text_file_is_one_document_however_long(tmp_path: Path) -> None:
 
 
 def test_a_text_file_beyond_the_limit_is_skipped_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_fp8.prepare.blocks.MAX_TEXT_BYTES", 1000)
+    monkeypatch.setattr("megatron_fp8.prepare.text_blocks.MAX_TEXT_BYTES", 1000)
     texts = {"a": "one", "b": "x" * 1001, "c": "x" * 1000, "d": "three"}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
@@ -110,8 +110,8 @@ def test_a_text_file_beyond_the_limit_is_skipped_and_named(tmp_path: Path, monke
     assert found[-1].end == Position(4)
 
 
-def test_a_line_beyond_all_bounds_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_fp8.prepare.blocks.MAX_TEXT_BYTES", 1000)
+def test_a_line_beyond_the_limit_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_fp8.prepare.text_blocks.MAX_TEXT_BYTES", 1000)
     path = jsonl(tmp_path, ["one", "x" * 5000, "two"])
     found = blocks(path)
     with pytest.raises(BrokenLineError, match=r"texts\.jsonl, line 2: longer than .* bytes"):
@@ -121,7 +121,7 @@ def test_a_line_beyond_all_bounds_is_left_out(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("write", [gzipped, zstandard_frames, parquet])
-def test_a_file_that_was_cut_off_is_named(write: Write, tmp_path: Path) -> None:
+def test_a_truncated_file_is_named(write: Write, tmp_path: Path) -> None:
     path = write(tmp_path, TEXTS)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(InputError, match=r"texts\.\S+ is (corrupt or truncated|not a complete Parquet file)"):
@@ -148,7 +148,7 @@ def test_columns_are_checked_before_anything_is_read(tmp_path: Path) -> None:
         find_inputs([str(path)], "auto", ["body"])
 
 
-def test_what_is_no_text_is_broken(tmp_path: Path) -> None:
+def test_invalid_text_is_a_broken_line(tmp_path: Path) -> None:
     table = pyarrow.table({"text": ["one", None]})
     pyarrow.parquet.write_table(table, tmp_path / "holes.parquet")
     with pytest.raises(BrokenLineError, match=r"holes\.parquet, line 2: 'text' is null"):
@@ -167,7 +167,7 @@ def test_a_large_window_of_zstandard_is_read(tmp_path: Path) -> None:
     assert documents(blocks(path)) == ["long"]
 
 
-def test_a_value_of_a_column_that_is_no_unicode_is_one_broken_row(tmp_path: Path) -> None:
+def test_an_invalid_unicode_value_of_a_column_is_one_broken_row(tmp_path: Path) -> None:
     values = pyarrow.array([b"fine", b"\xff", None, b"too"], pyarrow.binary())
     # pyarrow checks nothing here, like other writers.
     texts = pyarrow.Array.from_buffers(pyarrow.string(), len(values), values.buffers())
@@ -212,14 +212,14 @@ def test_a_pipe_is_refused(tmp_path: Path) -> None:
         find_inputs([str(tmp_path / "pipe")], "auto", ["text"])
 
 
-def test_a_mark_at_the_beginning_of_a_file_is_not_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_at_the_beginning_of_a_file_is_not_text(tmp_path: Path) -> None:
     mark = "\N{ZERO WIDTH NO-BREAK SPACE}"
     for number in range(2):
         (tmp_path / f"{number}.txt").write_text(f"{mark}text {mark}{number}", encoding="utf-8")
     assert documents(blocks(tmp_path)) == [f"text {mark}0", f"text {mark}1"]
 
 
-def test_a_record_that_is_too_deep_is_a_broken_line(tmp_path: Path) -> None:
+def test_a_record_nested_too_deeply_is_a_broken_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "before"}\n' + '{"text": "x", "deep": ' + "[" * 10**5 + "]" * 10**5 + "}\n")
     (block,) = blocks(path, block_bytes=2**20)

@@ -1,12 +1,11 @@
-"""Owns the reading of a run directory, in one pass and in memory that does not grow with the run's length.
+"""Reads a run directory in one pass, in memory that does not grow with the run's length.
 
-Runs that go on, were killed or are of another version are read as far as they can be. Must not know how a run is shown.
+Runs that are in progress, were killed or are of another version are read as far as possible.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,24 +15,18 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megatron_fp8.report.html.curves import Curve, Floats, Keep
-from megatron_fp8.report.record import METRICS, BrokenLine, BrokenLines, read_records
-
-Record = dict[str, Any]
+from megatron_fp8.report.curves import Curve, Floats, Keep
+from megatron_fp8.report.record import METRICS, BrokenLine, BrokenLines, Record, read_records
+from megatron_fp8.report.series import Better, Kind
+from megatron_fp8.report.series_registry import NOT_FINITE, find
 
 CONFIG = "config.yaml"
 _SERIES_EVENTS = frozenset({"train", "validation", "norms"})
 _FP8_EVENTS = frozenset({"fp8", "fp8-check"})
-# fp8/layers.3/self_attention.proj/input/amax
-_FP8_OF_A_LAYER = re.compile(r"fp8/layers\.(?P<layer>\d+)/(?P<tensor>[^/]+/[^/]+)/(?P<quantity>[^/]+)")
-# grad-norm/layers.3/qkv
-_NORM_OF_A_LAYER = re.compile(r"(?P<quantity>[^/]+-norm)/layers\.(?P<layer>\d+)/(?P<tensor>[^/]+)")
 _NOT_A_SERIES = frozenset({"event", "iteration", "time"})
-# Of the numbers of an interval of the record that become one cell, the one to look at.
-_SMALLEST_IS_WORST = frozenset({"scale", "head-room-bits", "sqnr-db"})
 _HEAT_BUCKETS = 64
-# Values of records not yet looked at.
-_MOST_WAITING = 100_000
+# Values of records that wait for their block.
+_MAX_WAITING = 100_000
 _FIRST_EVENTS, _LAST_EVENTS = 50, 250
 
 
@@ -41,25 +34,19 @@ class RunError(Exception):
     """What was named is not a run; the text says why and what to use instead."""
 
 
-@dataclass(frozen=True, order=True)
-class Cell:
-    """Where a number of a layer belongs: quantity, tensor (`module/operand`, or kind of parameter), layer's number."""
-
-    quantity: str
-    tensor: str
-    layer: int
-
-
 @dataclass
 class Run:
-    """What a run directory says. `config`: values by `section.key`; `end`: its last record if that is an `end`."""
+    """What a run directory says. `config`: values by `section.key`; `end`: its last record if that is an `end`.
+
+    `curves` and `heat`: by name of series; `heat` has those of single layers.
+    """
 
     name: str
     directory: Path
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
     curves: dict[str, Curve] = field(default_factory=dict)
-    heat: dict[Cell, Curve] = field(default_factory=dict)
+    heat: dict[str, Curve] = field(default_factory=dict)
     start: Record = field(default_factory=dict)
     end: Record | None = None
     first_events: list[Record] = field(default_factory=list)
@@ -106,7 +93,7 @@ def read_run(directory: Path, name: str | None = None) -> Run:
             is_fp8 = event in _FP8_EVENTS
             blocks[is_fp8].append(record)
             waiting[is_fp8] += len(record)
-            if waiting[is_fp8] > _MOST_WAITING:
+            if waiting[is_fp8] > _MAX_WAITING:
                 _take_block(run, is_fp8, blocks[is_fp8])
                 waiting[is_fp8] = 0
     for is_fp8, block in blocks.items():
@@ -150,14 +137,14 @@ def _take_values(run: Run, name: str, is_fp8: bool, iterations: Floats, column: 
 
 
 def _curve(run: Run, name: str, is_fp8: bool) -> Curve | None:
-    """Where values of this name go: what is of a layer into its heat map, of FP8 nothing else is kept."""
-    match = (_FP8_OF_A_LAYER if is_fp8 else _NORM_OF_A_LAYER).fullmatch(name)
-    if match is None:
+    """Where values of this name are kept: those of a layer for a heat map; of other FP8 records nothing is kept."""
+    found = find(name)
+    if found is None or found.series.kind is not Kind.HEAT:
         return None if is_fp8 else run.curves.setdefault(name, Curve())
-    cell = Cell(match["quantity"], match["tensor"], int(match["layer"]))
-    if cell not in run.heat:
-        run.heat[cell] = Curve(_HEAT_BUCKETS, Keep.SMALLEST if cell.quantity in _SMALLEST_IS_WORST else Keep.LARGEST)
-    return run.heat[cell]
+    if name not in run.heat:
+        keep = Keep.SMALLEST if found.series.better is Better.HIGHER else Keep.LARGEST
+        run.heat[name] = Curve(_HEAT_BUCKETS, keep)
+    return run.heat[name]
 
 
 def number(value: object) -> float | None:
@@ -166,7 +153,7 @@ def number(value: object) -> float | None:
         return None
     if isinstance(value, int | float):
         return float(value)
-    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else None
+    return float(value) if isinstance(value, str) and value in NOT_FINITE else None
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Owns how a series of any length is kept in little memory, and what of it is shown.
+"""Keeps a series of any length in little memory.
 
 Points are thinned in buckets of 2^k iterations, aligned at 0. Wider buckets are whole numbers of narrower ones, so
-thinning again what was thinned before gives what thinning all points at once would. Must not know what is measured.
+thinning again what was thinned before gives what thinning all points at once would.
 """
 
 from __future__ import annotations

@@ -1,0 +1,91 @@
+"""Rewrites the views of a run from its `metrics.jsonl`: TensorBoard's files, and an offline run for `wandb sync`.
+
+They replace what is there, and are what the run itself would have written with these views on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_fp8.config.load import load_config
+from megatron_fp8.config.problem import ConfigError
+from megatron_fp8.config.schema import Config
+from megatron_fp8.report.guarded import OpenSink
+from megatron_fp8.report.record import METRICS, BrokenLine, BrokenLines, iteration_of, read_records
+from megatron_fp8.report.views import opens_tensorboard, opens_wandb, tensorboard_directory
+
+_NOTHING_KEPT = -1
+
+
+class ReplayError(Exception):
+    """The run cannot be read, or a view failed; the text says why."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the views; exit code 1: one of them failed; 2: the run or the command line is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, help="run directory, e.g. runs/quickstart; not of a run in progress")
+    parser.add_argument("--tensorboard", action="store_true", help="TensorBoard's files (logging.tensorboard_dir)")
+    parser.add_argument("--wandb", action="store_true", help="an offline wandb run, with the run's id if it has one")
+    parser.add_argument("--project", help="wandb project (default: the run's logging.wandb_project)")
+    settings = parser.parse_args(arguments)
+    if not settings.tensorboard and not settings.wandb:
+        parser.error("nothing to write: give --tensorboard, --wandb or both")
+    try:
+        config = _config(settings.run)
+    except (ReplayError, ConfigError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    if settings.wandb and not (settings.project or config.logging.wandb_project):
+        parser.error("--wandb needs --project NAME: the run has no logging.wandb_project")
+    try:
+        if settings.tensorboard:
+            _replay_tensorboard(config, settings.run)
+        if settings.wandb:
+            _replay_wandb(config, settings.run, settings.project)
+    except ReplayError as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+
+
+def _config(run: Path) -> Config:
+    for name in (METRICS, "config.yaml"):
+        if not (run / name).is_file():
+            raise ReplayError(f"RUN {run}: there is no {name}; name a run directory, e.g. runs/quickstart")
+    if all(isinstance(record, BrokenLine) for record in read_records(run / METRICS)):
+        raise ReplayError(f"RUN {run}: {METRICS} has no records")
+    return load_config(run / "config.yaml", []).config
+
+
+def _replay_tensorboard(config: Config, run: Path) -> None:
+    from megatron_fp8.report.tensorboard_sink import remove_event_files
+
+    directory = tensorboard_directory(config, run)
+    remove_event_files(directory)
+    _replay("TensorBoard", opens_tensorboard(directory), run)
+    print(f"wrote {directory}")
+
+
+def _replay_wandb(config: Config, run: Path, project: str | None) -> None:
+    update = {"wandb_mode": "offline", "wandb_project": project or config.logging.wandb_project}
+    logging = config.logging.model_copy(update=update)
+    _replay("wandb", opens_wandb(config.model_copy(update={"logging": logging}), run), run)
+
+
+def _replay(name: str, open_sink: OpenSink, run: Path) -> None:
+    broken = BrokenLines()
+    try:
+        sink, newest = open_sink(_NOTHING_KEPT)
+        for record in read_records(run / METRICS):
+            if isinstance(record, BrokenLine):
+                broken.add(record)
+            elif iteration_of(record, newest + 1) > newest:
+                sink.write(record)
+        sink.close()
+    except Exception as error:
+        raise ReplayError(f"{name} failed: {type(error).__name__}: {error}") from error
+    if str(broken):
+        print(f"{name}: {broken}", file=sys.stderr)
