@@ -19,7 +19,6 @@ from megatron_fp8.errors import BadInputError
 from megatron_fp8.prepare.inspect_tokens import (
     QUANTILES,
     Piece,
-    PositionError,
     document_piece,
     position_piece,
     sample_pieces,
@@ -39,10 +38,6 @@ _EXAMPLES = """examples:
   %(prog)s merge PREFIX PREFIX ... --output-prefix OUT
   %(prog)s split PREFIX --output-prefix OUT --split 969,30,1
 """
-
-
-class OptionError(BadInputError):
-    """An option's value is wrong; the message names the option."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -151,7 +146,7 @@ def _inspect(options: argparse.Namespace) -> int:
             bar = "#" * max(round(_BAR_WIDTH * count / highest), 1)
             print(f"  {f'{shortest:,} to {longest:,}':>25}  {bar} {count:,}")
     if errors:
-        raise PositionError("\n".join(errors))
+        raise BadInputError("\n".join(errors))
     return 0
 
 
@@ -165,12 +160,12 @@ def _sample(options: argparse.Namespace) -> int:
         try:
             pieces = sample_pieces(blend, config.model.seq_length, config.training.seed, options.sample)
         except MemoryError as error:
-            raise OptionError(f"--sample {options.sample}: the order up to there does not fit in memory") from error
+            raise BadInputError(f"--sample {options.sample}: the order up to there does not fit in memory") from error
         print(f"sample {options.sample}, in step {options.sample // config.training.global_batch_size + 1}:")
     elif options.overrides:
-        raise OptionError(f"{options.overrides[0]}: overrides need --sample")
+        raise BadInputError(f"{options.overrides[0]}: overrides need --sample")
     elif options.length < 1:
-        raise OptionError(f"--length {options.length}: use at least 1")
+        raise BadInputError(f"--length {options.length}: use at least 1")
     elif options.document is not None:
         pieces = [document_piece(options.what, options.document, options.token, options.length)]
     else:
@@ -201,11 +196,11 @@ def _verify(options: argparse.Namespace) -> int:
     if vocab_size is None:
         vocab_size = tokenizer.vocab_size if tokenizer is not None else _ANY_VOCAB_SIZE
     elif vocab_size < 1:
-        raise OptionError(f"--vocab-size {vocab_size}: use at least 1")
+        raise BadInputError(f"--vocab-size {vocab_size}: use at least 1")
     missing = [prefix for prefix in options.prefixes if not any(path(prefix).exists() for path in (bin_path, idx_path))]
     if missing:
         lines = [f"{prefix}: neither {bin_path(prefix)} nor {idx_path(prefix)} exists" for prefix in missing]
-        raise OptionError("\n".join(lines))
+        raise BadInputError("\n".join(lines))
     any_corrupt = False
     for prefix in options.prefixes:
         with bytes_bar(prefix, _bin_bytes(prefix)) as on_bytes:
@@ -251,7 +246,7 @@ def _by_shares(text: str, total: int) -> list[tuple[str, range]]:
     try:
         shares = parse_split(text)
     except BlendError as error:
-        raise OptionError(f"--split {text}: {error}") from error
+        raise BadInputError(f"--split {text}: {error}") from error
     return [
         (name, Blend(("",), None, share).documents(total))
         for name, share in zip(_PARTS, shares, strict=True)
@@ -264,9 +259,9 @@ def _by_numbers(text: str, total: int) -> list[tuple[str, range]]:
     parts = text.split(",")
     numbers = [int(part) for part in parts if part.strip().isdecimal()]
     if not len(numbers) == len(parts) <= len(_PARTS) or sum(numbers) == 0:
-        raise OptionError(f"--documents {text}: not one to three numbers; use 9000,500,500")
+        raise BadInputError(f"--documents {text}: not one to three numbers; use 9000,500,500")
     if sum(numbers) > total:
-        raise OptionError(f"--documents {text}: that is {sum(numbers):,} documents, but the file has {total:,}")
+        raise BadInputError(f"--documents {text}: that is {sum(numbers):,} documents, but the file has {total:,}")
     ranges, begin = [], 0
     for name, number in zip(_PARTS, numbers, strict=False):
         if number:
@@ -293,4 +288,4 @@ def _tokenizer(options: argparse.Namespace) -> Tokenizer | None:
     try:
         return Tokenizer.load(options.tokenizer_model, kind, options.eod_token, options.tiktoken_pattern)
     except TokenizerError as error:
-        raise OptionError(error.as_option(getattr(options, error.key))) from error
+        raise BadInputError(error.as_option(getattr(options, error.key))) from error

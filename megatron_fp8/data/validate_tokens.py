@@ -18,7 +18,7 @@ from megatron_fp8.data.token_file import TokenFileError, TokenIndex, bin_path, r
 READ_WHOLE_UP_TO_BYTES = 64 * 2**20
 SAMPLE_BYTES = 2**20
 NUM_SAMPLES = 64
-MAKE_AGAIN = "recreate the pair with tools/preprocess_data.py"
+RECREATE = "recreate the pair with tools/preprocess_data.py"
 _MAX_DOCUMENTS = 1000
 _EOD_KEYS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
 
@@ -45,10 +45,10 @@ def check_token_file(
     try:
         index = read_index(prefix)
     except TokenFileError as error:
-        return [Problem(key, prefix, str(error), f"name an existing prefix, or {MAKE_AGAIN}")]
-    mistake = mistake_of_pair(prefix, index)
-    if mistake is not None:
-        return [Problem(key, prefix, mistake, MAKE_AGAIN)]
+        return [Problem(key, prefix, str(error), f"name an existing prefix, or {RECREATE}")]
+    reason = why_mismatched(prefix, index)
+    if reason is not None:
+        return [Problem(key, prefix, reason, RECREATE)]
     found = _id_outside(prefix, index, vocab_size, read_all, on_bytes)
     if found is None:
         return []
@@ -66,7 +66,7 @@ def check_token_file(
     ]
 
 
-def mistake_of_pair(prefix: str, index: TokenIndex) -> str | None:
+def why_mismatched(prefix: str, index: TokenIndex) -> str | None:
     """Why `.idx` and `.bin` do not belong together, if so."""
     path = bin_path(prefix)
     if is_missing(path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_fp8.data.token_file import TokenIndex, bin_path, idx_path, read_index
-from megatron_fp8.data.validate_tokens import mistake_of_pair
+from megatron_fp8.data.validate_tokens import why_mismatched
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 
@@ -79,9 +79,8 @@ def _whole_indices(prefixes: Sequence[str]) -> list[TokenIndex]:
 def _whole_index(prefix: str) -> TokenIndex:
     """The index of a valid pair."""
     index = read_index(prefix)
-    mistake = mistake_of_pair(prefix, index)
-    if mistake is not None:
-        raise MergeSplitError(mistake)
+    if reason := why_mismatched(prefix, index):
+        raise MergeSplitError(reason)
     if index.num_documents != len(index.lengths_tokens):
         raise MergeSplitError(
             f"{prefix} has {index.num_documents} documents of {len(index.lengths_tokens)} sequences, as made by "

@@ -40,14 +40,12 @@ VALIDATION_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Summary:
-    """What a complete directory holds."""
+    """What a complete directory holds, by split."""
 
     vocab_size: int
     """Tokens of the tokenizer; fewer than requested if the corpus is too small."""
     num_documents: dict[str, int]
-    """By split."""
     num_tokens: dict[str, int]
-    """By split."""
     text_bytes: int
 
 

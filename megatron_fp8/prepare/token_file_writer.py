@@ -60,8 +60,9 @@ class TokenFileWriter:
 
     def open(self) -> None:
         """Open both files and drop what lies beyond the start. Raises WriterBusyError."""
-        self._tokens = _open_at(_tokens_path(self.prefix), self.num_tokens * self.dtype.itemsize)
-        self._lengths = _open_at(_lengths_path(self.prefix), self.num_documents * LENGTH_DTYPE.itemsize)
+        tokens_path, lengths_path = _unfinished(self.prefix)
+        self._tokens = _open_at(tokens_path, self.num_tokens * self.dtype.itemsize)
+        self._lengths = _open_at(lengths_path, self.num_documents * LENGTH_DTYPE.itemsize)
 
     def add_documents(self, tokens: NDArray[np.integer], lengths_tokens: list[int]) -> None:
         """Append documents: their concatenated ids, [sum(lengths_tokens)], in `self.dtype`.
@@ -108,39 +109,34 @@ def finish(prefix: str | Path, dtype: np.dtype) -> None:
     The old `.idx` is removed first and the new one comes last, so that an index never stands beside another file's
     tokens.
     """
-    lengths = _lengths_path(prefix)
+    tokens, lengths = _unfinished(prefix)
     if not lengths.exists():
         return
     temporary = idx_path(f"{prefix}.incomplete")
     _write_index(temporary, lengths, dtype)
     idx_path(prefix).unlink(missing_ok=True)
-    if _tokens_path(prefix).exists():
-        _tokens_path(prefix).replace(bin_path(prefix))
+    if tokens.exists():
+        tokens.replace(bin_path(prefix))
     temporary.replace(idx_path(prefix))
     lengths.unlink()
 
 
 def discard(prefix: str | Path) -> None:
     """Remove an unfinished token file."""
-    for path in (_tokens_path(prefix), _lengths_path(prefix), idx_path(f"{prefix}.incomplete")):
+    for path in (*_unfinished(prefix), idx_path(f"{prefix}.incomplete")):
         path.unlink(missing_ok=True)
 
 
 def can_resume(prefix: str | Path, dtype: np.dtype, num_documents: int, num_tokens: int) -> bool:
     """Whether the unfinished files hold at least this much."""
-    sizes = {
-        _tokens_path(prefix): num_tokens * dtype.itemsize,
-        _lengths_path(prefix): num_documents * LENGTH_DTYPE.itemsize,
-    }
-    return all(path.exists() and path.stat().st_size >= size for path, size in sizes.items())
+    sizes_bytes = num_tokens * dtype.itemsize, num_documents * LENGTH_DTYPE.itemsize
+    found = zip(_unfinished(prefix), sizes_bytes, strict=True)
+    return all(path.exists() and path.stat().st_size >= size for path, size in found)
 
 
-def _tokens_path(prefix: str | Path) -> Path:
-    return bin_path(f"{prefix}.incomplete")
-
-
-def _lengths_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.incomplete.lengths")
+def _unfinished(prefix: str | Path) -> tuple[Path, Path]:
+    """The files of tokens and of lengths."""
+    return bin_path(f"{prefix}.incomplete"), Path(f"{prefix}.incomplete.lengths")
 
 
 def _open_at(path: Path, size_bytes: int) -> BinaryIO:

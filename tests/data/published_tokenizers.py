@@ -57,7 +57,7 @@ def _of_regex(pattern: str, special: Sequence[str], normalizer: Any = None, **mo
 
 
 def _starting_with(made: Tokenizer, bos: str) -> Tokenizer:
-    """Adds BOS to every text, unless it is told not to."""
+    """Adds BOS to every text by default."""
     made.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, made.token_to_id(bos))]
     )
@@ -85,7 +85,7 @@ def _nemo() -> Tokenizer:
 
 
 def _llama2() -> Tokenizer:
-    """SentencePiece's kind of BPE, in which a space is a character of its own and unknown characters become bytes."""
+    """SentencePiece's kind of BPE, in which a space is a separate character and unknown characters become bytes."""
     trained = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True))
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -21,19 +21,19 @@ GPU = torch.device("cuda")
 
 
 class NumberedSamples:
-    """Sample i: tokens 10 i, 10 i + 1, ...; remembers what was read; fails at `fails_at`; tells when `told` is read."""
+    """Sample i: tokens 10 i, 10 i + 1, ...; records reads, fails at `fails_at`, sets `was_read` at `awaited`."""
 
-    def __init__(self, fails_at: int | None = None, told: int | None = None) -> None:
+    def __init__(self, fails_at: int | None = None, awaited: int | None = None) -> None:
         self.read: list[int] = []
         self.fails_at = fails_at
-        self.told = told
+        self.awaited = awaited
         self.was_read = threading.Event()
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if index == self.fails_at:
             raise OSError(f"disk gone at sample {index}")
         self.read.append(index)
-        if index == self.told:
+        if index == self.awaited:
             self.was_read.set()
         text = torch.arange(SEQ_LENGTH + 1) + 10 * index
         loss_mask = torch.ones(SEQ_LENGTH)
@@ -99,7 +99,7 @@ def test_model_chunks_see_the_same_micro_batches_read_once() -> None:
 
 
 def test_prefetched_batches_are_not_consumed() -> None:
-    dataset = NumberedSamples(told=8)
+    dataset = NumberedSamples(awaited=8)
     with make_loader(dataset, BatchSampler(1, 4), num_samples=40, consumed_samples=4) as loader:
         (iterator,) = loader.iterators()
         for _ in range(3):

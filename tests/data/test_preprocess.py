@@ -221,7 +221,7 @@ def test_finished_files_are_replaced_only_when_asked(
         assert exit_code(tool.main, *arguments) == 130
     assert (tmp_path / "out_a_document.idx").exists()
     assert not (tmp_path / "out_b_document.idx").exists()
-    # Other work would replace the first; the same work goes on.
+    # Other work would replace the first; the same work resumes.
     assert f"{prefix}_a_document.bin" in refusal([*arguments, "--append-eod"], capsys)
     assert exit_code(tool.main, *arguments) == 0
     printed = refusal(arguments, capsys)

@@ -70,11 +70,11 @@ def test_an_interrupted_preparation_is_repaired(stage: str, documents: list[Docu
 
 
 @pytest.mark.parametrize("name", [*DATA_FILES, COMPLETE_FILE])
-@pytest.mark.parametrize("damage", ["removed", "cut off"])
-def test_corruption_is_noticed(name: str, damage: str, documents: list[Document], tmp_path: Path) -> None:
+@pytest.mark.parametrize("corruption", ["removed", "truncated"])
+def test_corruption_is_noticed(name: str, corruption: str, documents: list[Document], tmp_path: Path) -> None:
     prepare(tmp_path, VOCAB_SIZE, lambda *step: None)
     path = tmp_path / name
-    if damage == "removed":
+    if corruption == "removed":
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-10])

@@ -53,7 +53,7 @@ def test_vocab_size_covers_the_largest_id_of_a_vocabulary_with_holes(tokenizer: 
     assert Tokenizer.load(path).vocab_size == 70_001
 
 
-def damaged(kind: str, good: Path, directory: Path) -> Path:
+def invalid(kind: str, good: Path, directory: Path) -> Path:
     """A path that is not a valid tokenizer, in one of several ways."""
     path = directory / "tokenizer.json"
     content = good.read_text(encoding="utf-8")
@@ -82,7 +82,7 @@ def damaged(kind: str, good: Path, directory: Path) -> Path:
     ],
 )
 def test_invalid_tokenizer_files_are_refused(kind: str, reason: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = damaged(kind, Path(tokenizer.path), tmp_path)
+    path = invalid(kind, Path(tokenizer.path), tmp_path)
     with pytest.raises(TokenizerError, match="tokenizer") as caught:
         Tokenizer.load(path)
     assert reason in caught.value.reason

@@ -44,7 +44,7 @@ def index_of_another_file(bin_file: Path, idx_file: Path) -> None:
     Path(f"{other}.idx").replace(idx_file)
 
 
-DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+CORRUPTIONS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "no .idx": (lambda b, i: i.unlink(), "a.idx does not exist"),
     "no .bin": (lambda b, i: b.unlink(), "a.bin does not exist"),
     ".bin cut off": (lambda b, i: cut(b, 1), "it is truncated"),
@@ -66,12 +66,12 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("kind", CORRUPTIONS)
 def test_corruption_is_found_and_named(kind: str, tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", [100, 100])
     assert check_token_file(prefix, VOCAB_SIZE) == []
-    damage, reason = DAMAGES[kind]
-    damage(tmp_path / "a.bin", tmp_path / "a.idx")
+    corrupt, reason = CORRUPTIONS[kind]
+    corrupt(tmp_path / "a.bin", tmp_path / "a.idx")
     (problem,) = check_token_file(prefix, VOCAB_SIZE, key="data.valid_data_path")
     assert (problem.key, problem.value) == ("data.valid_data_path", prefix)
     assert reason in problem.reason
