@@ -260,7 +260,7 @@ def test_an_id_of_wandb_s_own_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors"])
 def test_an_index_of_safetensors_that_names_a_file_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / HF_INDEX).write_text(json.dumps({"weight_map": {"weight": name}}), encoding="utf-8")
-    with pytest.raises(BadInputError, match="outside of its folder"):
+    with pytest.raises(BadInputError, match="outside its folder"):
         read_folder(tmp_path)
 
 
