@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformer_engine.pytorch.attention import InferenceParams, RotaryPositionEmbedding
 
 from megatron_fp8.config.schema import ModelConfig
-from megatron_fp8.model.embedding import Embedding
-from megatron_fp8.model.layers import LayerFactory, attention_arguments
+from megatron_fp8.model.layers import Embedding, LayerFactory, attention_arguments
 from megatron_fp8.precision.manager import PrecisionManager
 
 

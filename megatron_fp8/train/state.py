@@ -55,7 +55,7 @@ class TrainState:
             nonfinite_skips=self.nonfinite_skips + nonfinite,
         )
 
-    def after_rewind(self, reached: "TrainState") -> "TrainState":
+    def after_rollback(self, reached: "TrainState") -> "TrainState":
         """The counters of a checkpoint, to go on from behind the samples that were consumed when the run had `reached`
         the end of what is passed over."""
         return replace(

@@ -1,4 +1,4 @@
-"""Owns one training step and one evaluation pass over Megatron's schedules.
+"""One training step and one evaluation pass over Megatron's schedules.
 
 Must not know where batches come from, what is written, or how long training lasts.
 """
@@ -15,10 +15,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from megatron_fp8.optim.update import update_if
+from megatron_fp8.optim.optimizer import update_if
 from megatron_fp8.parallel.groups import ParallelGroups
 from megatron_fp8.precision.manager import PrecisionManager
-from megatron_fp8.train.step_times import DATA, GRADIENTS, OPTIMIZER, SCALES, StepTimes
+from megatron_fp8.train.losses import GlobalLoss, LossSum, mean_loss
+from megatron_fp8.train.step_times import DATA, OPTIMIZER, SCALES, StepTimes
 
 
 class MicroBatch(Protocol):
@@ -46,54 +47,6 @@ class BatchShape:
     num_microbatches: int
     seq_length: int
     micro_batch_size: int
-
-
-@dataclass(frozen=True)
-class LossSum:
-    """Sum of per-token losses in nats and the number of tokens that counted, as FP64 `[2]` on the device.
-
-    Zero on ranks that do not report the loss (see `ParallelGroups.reports_loss`), so that a sum over all ranks
-    counts every token once.
-    """
-
-    sum_and_tokens: Tensor
-
-    @classmethod
-    def total(cls, parts: "Sequence[LossSum]") -> "LossSum":
-        """The sum of several, of which there must be one at least."""
-        return cls(torch.stack([part.sum_and_tokens for part in parts]).sum(dim=0))
-
-    def reduced_mean(self) -> float:
-        """Mean loss per token over all ranks, in nats; a collective over the whole world. NaN without tokens."""
-        total = self.sum_and_tokens.clone()
-        torch.distributed.all_reduce(total)
-        loss_sum, num_tokens = total.tolist()
-        return loss_sum / num_tokens if num_tokens > 0 else float("nan")
-
-
-class GlobalLoss:
-    """The loss sum of a step over all ranks, on its way: the device adds it up while nobody waits.
-
-    Collective over the whole world when made.
-    """
-
-    def __init__(self, loss: LossSum) -> None:
-        self._total = loss.sum_and_tokens.clone()
-        self._reduction = torch.distributed.all_reduce(self._total, async_op=True)
-
-    def sum_and_tokens(self) -> Tensor:
-        """FP64 `[2]` on the device, as in `LossSum`."""
-        if self._reduction is not None:
-            self._reduction.wait()
-        return self._total
-
-
-def mean_loss(sum_and_tokens: Sequence[float]) -> float | None:
-    """In nats per token; None without tokens, unless even the masked ones have spoilt the sum: 0 times NaN is NaN."""
-    loss_sum, num_tokens = sum_and_tokens
-    if num_tokens > 0:
-        return loss_sum / num_tokens
-    return None if loss_sum == 0 else math.nan
 
 
 @dataclass(frozen=True)
@@ -133,17 +86,11 @@ class Stepper:
         self._device = device
         self._times = times
         self._run_schedule = get_forward_backward_func()
-        self._mark_spans()
 
-    def _mark_spans(self) -> None:
-        """Let Megatron's schedules mark their spans; all that is done with gradients at their end is one."""
-        # All chunks share one config.
-        config = self._chunks[0].config
-        config.timers = self._times
-        config.barrier_with_L1_time = False
-        finalize = config.finalize_model_grads_func
-        if finalize is not None:
-            config.finalize_model_grads_func = _inside(self._times, GRADIENTS, finalize)
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks of this rank; each takes an iterator of its own."""
+        return len(self._chunks)
 
     def train(
         self,
@@ -223,16 +170,6 @@ class Stepper:
             batch = next(iterator)
         output = model(batch.tokens, batch.position_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
         return output, partial(_loss, batch.loss_mask)
-
-
-def _inside(times: StepTimes, name: str, function: Callable[..., None]) -> Callable[..., None]:
-    """`function`, whose calls are spans."""
-
-    def call(*arguments: object, **keywords: object) -> None:
-        with times(name):
-            function(*arguments, **keywords)
-
-    return call
 
 
 def _loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:

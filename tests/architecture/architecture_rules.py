@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (f"{PACKAGE}.device", f"{PACKAGE}.parallel", f"{PACKAGE}.cpu"),
     tuple(f"{PACKAGE}.{part}" for part in ("precision", "model.sharding", "data", "optim", "report", "faults")),
     (f"{PACKAGE}.model", f"{PACKAGE}.checkpoint"),
-    (f"{PACKAGE}.train",),
+    (f"{PACKAGE}.train", f"{PACKAGE}.monitors"),
     (
         "pretrain",
         "tools",
@@ -68,8 +68,7 @@ FOREIGN_WRITES: dict[str, tuple[str, ...]] = {
     f"{PACKAGE}/model/build.py": ("megatron_config.finalize_model_grads_func", "megatron_config.no_sync_func"),
     f"{PACKAGE}/model/gpt.py": ("weight.shared_embedding", "weight.zero_out_wgrad", "weight.shared"),
     f"{PACKAGE}/model/layers.py": ("attention.qkv_format",),
-    f"{PACKAGE}/optim/build.py": ("chunk.config.grad_scale_func",),
-    f"{PACKAGE}/optim/update.py": ("optimizer.get_grad_norm",),
+    f"{PACKAGE}/optim/optimizer.py": ("optimizer.get_grad_norm",),
     f"{PACKAGE}/precision/probe.py": ("plain.optimize_for_gemm",),
     f"{PACKAGE}/precision/tap.py": ("setattr(module)",),
     f"{PACKAGE}/prepare/train_tokenizer.py": ("tokenizer.pre_tokenizer", "tokenizer.decoder"),

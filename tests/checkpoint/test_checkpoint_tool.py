@@ -42,7 +42,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def save_loaded(config, directory: Path, load: Path) -> None:
     """Save at once what was loaded, and what training makes of it."""
     from megatron_fp8.train.checkpointing import Progress
-    from megatron_fp8.train.interval import IntervalLoss
+    from megatron_fp8.train.losses import IntervalLoss
     from megatron_fp8.train.state import TrainState
 
     def save(parts: Any) -> None:

@@ -131,8 +131,8 @@ def train_on_this_rank(
     from megatron_fp8.data.dataset import Datasets
     from megatron_fp8.data.validation import ValidationSet
     from megatron_fp8.report.record import Recorder
-    from megatron_fp8.train.interval import IntervalLoss
     from megatron_fp8.train.loop import train
+    from megatron_fp8.train.losses import IntervalLoss
     from megatron_fp8.train.setup import build_parts
 
     memory, layout = Memory([]), derived_layout(config)
@@ -179,7 +179,7 @@ def save_on_this_rank(
     from megatron_fp8.optim.state import NAMES, allocate_state, state_parts
     from megatron_fp8.report.record import Recorder
     from megatron_fp8.train.checkpointing import Progress
-    from megatron_fp8.train.interval import IntervalLoss
+    from megatron_fp8.train.losses import IntervalLoss
     from megatron_fp8.train.setup import build_parts
     from megatron_fp8.train.state import TrainState
 

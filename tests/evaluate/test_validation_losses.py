@@ -69,9 +69,9 @@ def evaluated(
     memory = Memory([])
     parts = build_parts(config, derived_layout(config), VOCAB_SIZE, devices.prepare(), Recorder([memory]))
     for _ in range(steps):
-        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+        parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
     before = state_hashes(parts)
-    evaluate(parts, sets_of(config, directory, weighted, parts.reads_data), TrainState(iteration=7))
+    evaluate(parts, sets_of(config, directory, weighted, parts.batches.reads_data), TrainState(iteration=7))
     after = state_hashes(parts)
     alone = torch.distributed.get_world_size() == 1
     reference = {name: reference_loss(parts, tokens_of(name)) for name in NUM_TOKENS} if alone else None

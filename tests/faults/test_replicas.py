@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fp8.faults.replicas import Difference, checksum, suspects
+from megatron_fp8.monitors.replicas import Difference, checksum, suspects
 from tests.ranks import run_on_ranks
 from tests.small_run import run_small, small_config
 
@@ -42,7 +42,7 @@ def test_any_flipped_bit_changes_the_checksum(size: int, dtype: torch.dtype, see
 
 
 def test_every_bit_counts_also_beyond_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_fp8.faults import replicas
+    from megatron_fp8.monitors import replicas
 
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(50, generator=generator)
@@ -121,12 +121,12 @@ QUICK = ("pp2-tied", "fp8-tp2-dp2")
 
 
 def check_of(parts: Any) -> Any:
+    from megatron_fp8.monitors.replicas import ReplicaMonitor
     from megatron_fp8.report.record import Recorder
-    from megatron_fp8.train.replica_check import ReplicaCheck
     from tests.checkpoint.training import Memory
 
     memory = Memory([])
-    check = ReplicaCheck(parts.config, parts.chunks, parts.groups, parts.precision, Recorder([memory]))
+    check = ReplicaMonitor(parts.config, parts.chunks, parts.groups, parts.precision, Recorder([memory]))
     return check, memory
 
 
@@ -137,7 +137,7 @@ def flip_each_kind(parts: Any) -> list[tuple[str, int, str, list[dict]]]:
     """
     import torch
 
-    from megatron_fp8.faults.replicas import ReplicaError
+    from megatron_fp8.monitors.replicas import ReplicaError
 
     check, memory = check_of(parts)
     check.after_step(1)
@@ -195,7 +195,7 @@ def test_scaling_state_is_compared_on_the_device() -> None:
 def alive(parts: Any) -> Any:
     """Live tensors by name: scaling state is compared as copies."""
     from megatron_fp8.model.build import global_parameters
-    from megatron_fp8.train.replica_check import _stored
+    from megatron_fp8.monitors.replicas import _stored
 
     for parameter_name, parameter in global_parameters(parts.chunks):
         yield from _stored(parameter_name, parameter).items()

@@ -129,7 +129,7 @@ def test_without_checkpoints_there_is_no_way_back() -> None:
     config = faulty_config(faults=REWIND, model={"num_layers": 1}, checkpoint={"save": False})
     outcome = run_on_ranks(1, train_on_this_rank, config, None, Fault(0, (BAD,)))[0]
     assert "checkpoint.save is false" in outcome.error
-    assert outcome.error.startswith("RewindError: lm loss is")
+    assert outcome.error.startswith("RollbackError: lm loss is")
 
 
 def test_poisoned_data_is_found_and_passed_over(tmp_path: Path) -> None:

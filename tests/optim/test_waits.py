@@ -21,9 +21,9 @@ def reads_of_a_step(parts: Any) -> list[str]:
     import torch
 
     from megatron_fp8.train.checkpointing import Progress
-    from megatron_fp8.train.interval import IntervalLoss
     from megatron_fp8.train.loop import _step
-    from megatron_fp8.train.pace import Pace
+    from megatron_fp8.train.losses import IntervalLoss
+    from megatron_fp8.train.metrics import Pace
     from megatron_fp8.train.state import TrainState
 
     progress = Progress(TrainState(iteration=2), IntervalLoss(parts.device.torch_device), None)

@@ -58,7 +58,7 @@ def _train(parts: Any, first: int, last: int) -> list[float]:
     numbers = []
     for iteration in range(first, last + 1):
         with parts.health.step(iteration):
-            result = parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+            result = parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
         numbers += [result.loss.reduced_mean(), result.grad_norm]
     return numbers
 

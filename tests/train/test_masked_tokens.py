@@ -185,8 +185,8 @@ def test_every_view_takes_a_record_without_a_loss(tmp_path: Path) -> None:
 
 
 def test_the_spike_detector_is_shown_no_step_without_a_loss() -> None:
-    from megatron_fp8.faults.spike import RecentLosses
-    from megatron_fp8.train.bad_steps import judge
+    from megatron_fp8.monitors.nonfinite import judge
+    from megatron_fp8.monitors.spike import RecentLosses
     from megatron_fp8.train.state import TrainState
 
     recent = RecentLosses([5.0, 5.0, 5.0], [2])

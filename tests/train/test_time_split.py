@@ -15,9 +15,10 @@ from megatron_fp8.train.step_times import (
     GRADIENTS,
     OPTIMIZER,
     SCALES,
+    RankTimes,
     StepTimes,
+    time_series,
 )
-from megatron_fp8.train.time_split import RankTimes, time_series
 from tests.checkpoint.training import checkpoint_config, train_on_this_rank
 from tests.ranks import run_on_ranks
 

@@ -4,6 +4,8 @@ Written by the loop, read by the watchdog's threads. Costs one small object a ph
 know who reads it or what follows. Imports no torch.
 """
 
+from __future__ import annotations
+
 import time
 from dataclasses import dataclass
 from enum import Enum
