@@ -11,8 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.documents import DocumentRules, document_rules
-from megatron_fp8.data.loader import BatchLoader
-from megatron_fp8.data.sampler import BatchSampler
+from megatron_fp8.data.loader import BatchLoader, BatchSampler
 from megatron_fp8.device import Device
 from megatron_fp8.faults.heartbeat import Heartbeat
 from megatron_fp8.parallel.groups import ParallelGroups
