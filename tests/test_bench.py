@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmarks.speed.plan import Comparison, Subject, make_plan
+from benchmarks.speed.result import Sample, SubjectResult, ceiling, ratio
 
-from megatron_fp8.bench.plan import Comparison, Subject, make_plan
-from megatron_fp8.bench.result import Sample, SubjectResult, ceiling, ratio
 from megatron_fp8.config.load import load_config
 from megatron_fp8.config.schema import Config
 from tests.ranks import run_on_ranks
@@ -48,8 +48,8 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def losses_of_both(mode: str, num_steps: int) -> dict[str, list[float]]:
     """Both runs of the benchmark in one process: from the same seed, on the same tokens."""
-    from megatron_fp8.bench.our_run import OurRun
-    from megatron_fp8.bench.plain_run import PlainRun
+    from benchmarks.speed.our_run import OurRun
+    from benchmarks.speed.plain_run import PlainRun
 
     ours, plain = OurRun(tiny_config(mode)), PlainRun(tiny_config(mode), mode)
     stage = ours.parts.chunks[0].module
@@ -128,7 +128,7 @@ def test_wrong_config_ends_with_code_2() -> None:
 
 def test_help_needs_no_torch() -> None:
     code = (
-        "import sys; sys.argv = ['bench.py', '--help']; sys.modules['torch'] = None\n"
+        "import sys; sys.argv = ['bench.py', '--help']; sys.path.insert(0, 'tools'); sys.modules['torch'] = None\n"
         "import runpy; runpy.run_path('tools/bench.py', run_name='__main__')"
     )
     finished = run([sys.executable, "-c", code])

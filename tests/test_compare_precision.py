@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.formats.comparison import OPERANDS, Comparison, collect
+from benchmarks.formats.difference import difference, last_mean, seed_spread
+from benchmarks.formats.modes import MODES, default_reference
+from benchmarks.formats.plan import PlanError, make_plan
+from benchmarks.formats.work import OperandNoise, RunResult, RunTask
 
-from megatron_fp8.compare.comparison import OPERANDS, Comparison, collect
-from megatron_fp8.compare.difference import difference, last_mean, seed_spread
-from megatron_fp8.compare.modes import MODES, default_reference
-from megatron_fp8.compare.plan import PlanError, make_plan
-from megatron_fp8.compare.work import OperandNoise, RunResult, RunTask
 from megatron_fp8.config.load import load_config, process_environment
 from megatron_fp8.prepare import quickstart
 from megatron_fp8.prepare.quickstart import Document
@@ -55,12 +55,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def trained(overrides: list[str], modes: list[str], directory: Path) -> tuple[list[RunResult], dict[str, list[float]]]:
     """Each of the modes in this process, and what the samples' file holds."""
+    from benchmarks.formats.samples import PrepareTask, Samples, prepare
+    from benchmarks.formats.worker import run_task
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    from megatron_fp8.compare.samples import PrepareTask, Samples, prepare
-    from megatron_fp8.compare.worker import run_task
 
     path = directory / "samples.pt"
     prepare(PrepareTask(CONFIG, tuple(overrides), {7: path}), lambda number: None)
@@ -110,9 +109,9 @@ def test_modes_train_the_same_model_on_the_same_samples(tiny: list[str], tmp_pat
 def torchao_noise(config_name: str, kind: str) -> tuple[float, float, float]:
     """Of a known matrix: what the meter finds, and the same from torch's own cast."""
     import torch
+    from benchmarks.formats.torchao_import import import_float8
+    from benchmarks.formats.torchao_operands import quantize
 
-    from megatron_fp8.compare.torchao_import import import_float8
-    from megatron_fp8.compare.torchao_operands import quantize
     from megatron_fp8.precision.tensor_health import TensorHealth, quantization_sums
 
     generator = torch.Generator().manual_seed(0)
@@ -184,7 +183,7 @@ def test_mode_without_every_seed_is_left_out() -> None:
 
 
 def test_json_and_pictures_of_a_run_that_diverged(tmp_path: Path) -> None:
-    from megatron_fp8.compare.pictures import draw_losses, draw_sqnr
+    from benchmarks.formats.pictures import draw_losses, draw_sqnr
 
     results = [
         *(result("fp32", seed, [4.0, 3.0 + seed]) for seed in (1, 2)),
@@ -254,7 +253,7 @@ def test_torchao_s_model_is_asked_before_anything_runs(tiny: list[str]) -> None:
 
 def test_help_needs_no_torch() -> None:
     code = (
-        "import sys; sys.argv = ['compare_precision.py', '--help']; sys.modules['torch'] = None\n"
+        "import sys; sys.argv = ['compare_precision.py', '--help']; sys.path.insert(0, 'tools'); sys.modules['torch'] = None\n"
         "import runpy; runpy.run_path('tools/compare_precision.py', run_name='__main__')"
     )
     environment = {**process_environment(), "PYTHONPATH": str(ROOT)}

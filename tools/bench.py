@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_fp8.bench.plan import MODES, Plan, make_plan
+from benchmarks.speed.plan import MODES, Plan, make_plan
 
 _REFERENCE = Path(__file__).resolve().parent.parent / "configs" / "r1.yaml"
 # R1's shapes in every GEMM, but fewer layers and one micro-batch a step: minutes become seconds.
@@ -70,10 +70,10 @@ def run_checkpoints(settings: argparse.Namespace) -> None:
     """Measure and show what checkpoints cost."""
     from dataclasses import asdict
 
+    from benchmarks.speed.checkpoint_cost import measure_checkpoints
+    from benchmarks.speed.report import checkpoint_table
     from rich.console import Console
 
-    from megatron_fp8.bench.checkpoint_cost import measure_checkpoints
-    from megatron_fp8.bench.report import checkpoint_table
     from megatron_fp8.config.load import load_config
 
     config = load_config(settings.config, settings.overrides).config
@@ -86,10 +86,10 @@ def run_checkpoints(settings: argparse.Namespace) -> None:
 
 def run(settings: argparse.Namespace, plan: Plan) -> None:
     """Measure and show. Raises ConfigError, LayoutError and SubjectError."""
+    from benchmarks.speed import report
+    from benchmarks.speed.rounds import Procedure, run_rounds
     from rich.console import Console
 
-    from megatron_fp8.bench import report
-    from megatron_fp8.bench.rounds import Procedure, run_rounds
     from megatron_fp8.config.layout import derive_layout
     from megatron_fp8.config.load import load_config
     from megatron_fp8.planner.flops import step_flops
@@ -119,7 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit code 0: measured; 1: a subject failed; 2: a wrong config."""
     settings = parse_arguments(arguments)
     plan = make_plan(settings.modes, settings.threads)
-    from megatron_fp8.bench.processes import SubjectError
+    from benchmarks.speed.processes import SubjectError
+
     from megatron_fp8.config.layout import LayoutError
     from megatron_fp8.config.problem import ConfigError
 

@@ -3,7 +3,7 @@ torchao's FP8, tensorwise and rowwise.
 
 Prints each mode's loss less the reference's beside the seed-to-seed spread, and the signal-to-quantization-noise ratio
 of every GEMM operand. Each mode and seed runs in a process of its own, on the samples that the training loop would
-read. What the numbers can say and what not: megatron_fp8/compare/difference.py. What was found: docs/precision.md.
+read. What the numbers can say and what not: tools/benchmarks/formats/difference.py. What was found: docs/precision.md.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fp8.compare.modes import MODES, default_reference
+from benchmarks.formats.modes import MODES, default_reference
 
 if TYPE_CHECKING:
-    from megatron_fp8.compare.comparison import Comparison
-    from megatron_fp8.compare.plan import Plan
-    from megatron_fp8.compare.samples import Preparation
+    from benchmarks.formats.comparison import Comparison
+    from benchmarks.formats.plan import Plan
+    from benchmarks.formats.samples import Preparation
 
 _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "compare.yaml"
 _QUICK = ("training.train_iters=4", "optimizer.lr_warmup_iters=1", "model.num_layers=2")
@@ -81,9 +81,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def prepare_samples(plan: Plan, directory: Path) -> Preparation:
     """Every seed's samples, made in a process of its own. Raises StoppedError."""
-    from megatron_fp8.compare.plan import samples_file
-    from megatron_fp8.compare.processes import Failure, run_in_processes
-    from megatron_fp8.compare.samples import PrepareTask, prepare
+    from benchmarks.formats.plan import samples_file
+    from benchmarks.formats.processes import Failure, run_in_processes
+    from benchmarks.formats.samples import PrepareTask, prepare
 
     results: list[Any] = []
     files = {seed: samples_file(directory, seed) for seed in plan.seeds}
@@ -98,6 +98,8 @@ def prepare_samples(plan: Plan, directory: Path) -> Preparation:
 
 def run_all(plan: Plan, directory: Path, settings: argparse.Namespace) -> list[Any]:
     """Results of the runs that ended well; what became of the others is said at once."""
+    from benchmarks.formats.processes import Failure, run_in_processes
+    from benchmarks.formats.worker import run_task
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -107,9 +109,6 @@ def run_all(plan: Plan, directory: Path, settings: argparse.Namespace) -> list[A
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
-
-    from megatron_fp8.compare.processes import Failure, run_in_processes
-    from megatron_fp8.compare.worker import run_task
 
     tasks = plan.tasks(directory, settings.threads)
     num_steps = plan.base.config.training.train_iters
@@ -146,8 +145,8 @@ def compare(settings: argparse.Namespace) -> tuple[Comparison, bool]:
     """The comparison, and whether every run ended well. Raises BadInputError and StoppedError."""
     from dataclasses import replace
 
-    from megatron_fp8.compare.comparison import Comparison, collect
-    from megatron_fp8.compare.plan import make_plan
+    from benchmarks.formats.comparison import Comparison, collect
+    from benchmarks.formats.plan import make_plan
 
     plan = make_plan(settings.config, settings.overrides, settings.modes, settings.seeds)
     num_steps = plan.base.config.training.train_iters
@@ -173,7 +172,7 @@ def compare(settings: argparse.Namespace) -> tuple[Comparison, bool]:
 
 def write(comparison: Comparison, directory: Path) -> None:
     """The three files."""
-    from megatron_fp8.compare.pictures import draw_losses, draw_sqnr
+    from benchmarks.formats.pictures import draw_losses, draw_sqnr
 
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(comparison.as_json(), indent=2, allow_nan=False)
@@ -186,9 +185,9 @@ def write(comparison: Comparison, directory: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 0: compared; 1: a run failed (the other modes are compared all the same); 2: a wrong config or data."""
     settings = parse_arguments(arguments)
+    from benchmarks.formats import report
     from rich.console import Console
 
-    from megatron_fp8.compare import report
     from megatron_fp8.errors import BadInputError
 
     try:

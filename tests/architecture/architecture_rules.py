@@ -31,11 +31,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "pretrain",
         "tools",
+        "benchmarks",
         f"{PACKAGE}.__main__",
-        *(
-            f"{PACKAGE}.{part}"
-            for part in ("commands", "bench", "compare", "doctor", "evaluate", "generate", "hf", "prepare")
-        ),
+        *(f"{PACKAGE}.{part}" for part in ("commands", "doctor", "evaluate", "generate", "hf", "prepare")),
     ),
 )
 # What has to answer on a machine, and in a time, where torch cannot be imported.
@@ -55,15 +53,15 @@ SHARED_NAMES = frozenset(
         *("__init__", "__main__"),
         # A section of the config, and the command or the part of training that it is for.
         *("checkpoint", "environment", "profile"),
-        # TODO of the merge
-        *("difference", "our_run", "plan", "processes", "report", "work", "worker", "attention", "build", "groups"),
-        *("memory", "blocks", "preprocess", "norms", "state", "evaluate"),
+        # A command, and what it runs.
+        *("evaluate", "plan", "preprocess", "report"),
+        # To be renamed.
+        *("attention", "build", "memory", "norms", "state"),
     }
 )
 # Writes to attributes that no class of this project declares, so to objects of other libraries, by the file's path. The
 # patches among them are in docs/architecture.md; the others are settings that the library offers as attributes.
 FOREIGN_WRITES: dict[str, tuple[str, ...]] = {
-    f"{PACKAGE}/bench/report.py": ("table.caption",),
     f"{PACKAGE}/commands/main.py": ("sys.argv",),
     f"{PACKAGE}/commands/precision_chart.py": ("table.columns[2].justify",),
     f"{PACKAGE}/data/tokenizer_kinds.py": ("self._tokenizer.encode_special_tokens",),

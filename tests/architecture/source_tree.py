@@ -21,7 +21,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Module:
-    """A source file; `name` is dotted and starts with the package, "tools" or "pretrain"."""
+    """A source file; `name` is dotted and starts with the package, "benchmarks", "tools" or "pretrain"."""
 
     name: str
     path: str
@@ -42,6 +42,8 @@ def read_modules(root: Path) -> dict[str, Module]:
     for path in sorted(path for path in paths if path.exists()):
         relative = path.relative_to(root)
         parts = relative.with_suffix("").parts
+        # Scripts in tools/ import the packages beside them by their own names.
+        parts = parts[1:] if parts[0] == "tools" and len(parts) > 2 else parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text, filename=str(relative))

@@ -19,7 +19,7 @@ TIME_STAMPS = {
     "megatron_fp8/report/tensorboard_sink.py": "TensorBoard's events",
     "megatron_fp8/data/index_cache.py": "the age of a directory, whose time is the file system's",
     "megatron_fp8/train/checkpointing.py": "when a checkpoint was written",
-    "megatron_fp8/bench/report.py": "when figures were measured",
+    "tools/benchmarks/speed/report.py": "when figures were measured",
     "megatron_fp8/hf/import_model.py": "when a checkpoint was written",
     "megatron_fp8/report/html/tables.py": "the day of a record's time",
     "megatron_fp8/faults/watchdog.py": "since when a rank stands still",

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from megatron_fp8.bench.plain_model import PlainGPT
-from megatron_fp8.bench.plain_run import plain_optimizer
-from megatron_fp8.compare.samples import Samples
-from megatron_fp8.compare.torchao_import import import_float8
-from megatron_fp8.compare.torchao_operands import OperandMeter
-from megatron_fp8.compare.work import OperandNoise
+from benchmarks.formats.samples import Samples
+from benchmarks.formats.torchao_import import import_float8
+from benchmarks.formats.torchao_operands import OperandMeter
+from benchmarks.formats.work import OperandNoise
+from benchmarks.speed.plain_model import PlainGPT
+from benchmarks.speed.plain_run import plain_optimizer
 from megatron_fp8.config.schema import Config
 from megatron_fp8.cpu import installed
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, BinaryIO
 import psutil
 import torch
 
-from megatron_fp8.bench.our_run import OurRun
-from megatron_fp8.bench.result import CheckpointCost
+from benchmarks.speed.our_run import OurRun
+from benchmarks.speed.result import CheckpointCost
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import Manifest
 from megatron_fp8.config.schema import Config

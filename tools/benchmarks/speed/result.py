@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_fp8.bench.plan import Comparison, Subject
+from benchmarks.speed.plan import Comparison, Subject
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from contextlib import nullcontext
 
 import torch
 
+from benchmarks.formats.samples import Samples
+from benchmarks.formats.work import OperandNoise
 from megatron_fp8 import device as devices
-from megatron_fp8.compare.samples import Samples
-from megatron_fp8.compare.work import OperandNoise
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.parallel.process_group import init_process_group

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8.compare.comparison import OPERANDS, Comparison
-from megatron_fp8.compare.work import KINDS, LINEARS, RunResult
+from benchmarks.formats.comparison import OPERANDS, Comparison
+from benchmarks.formats.work import KINDS, LINEARS, RunResult
 
 _COLOUR, _REFERENCE_COLOUR, _BAND_COLOUR = "#cc3311", "#888888", "#dddddd"
 _COLUMNS = 4

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from megatron_fp8.compare.modes import MODES
-from megatron_fp8.compare.samples import Samples
-from megatron_fp8.compare.work import OperandNoise, RunResult, RunTask
+from benchmarks.formats.modes import MODES
+from benchmarks.formats.samples import Samples
+from benchmarks.formats.work import OperandNoise, RunResult, RunTask
 from megatron_fp8.config.load import load_config
 from megatron_fp8.config.schema import Config
 
@@ -52,9 +52,9 @@ def run_task(task: RunTask, on_step: Callable[[int], None]) -> RunResult:
 def _build(config: Config, samples: Samples, torchao_recipe: str | None) -> Run:
     """Only what the mode needs is imported."""
     if torchao_recipe is not None:
-        from megatron_fp8.compare.torchao_run import TorchaoRun
+        from benchmarks.formats.torchao_run import TorchaoRun
 
         return TorchaoRun(config, samples, torchao_recipe)
-    from megatron_fp8.compare.our_run import OurRun
+    from benchmarks.formats.our_run import OurRun
 
     return OurRun(config, samples)

@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_fp8.bench.plan import Comparison
-from megatron_fp8.bench.result import CheckpointCost, SubjectResult, ceiling, ratio
+from benchmarks.speed.plan import Comparison
+from benchmarks.speed.result import CheckpointCost, SubjectResult, ceiling, ratio
 
 _COST_ROWS = 24
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")

@@ -1,4 +1,4 @@
-"""Owns one measured process: `python -m megatron_fp8.bench.worker`, started by `bench/processes.py`, under torchrun
+"""Owns one measured process: `python -m benchmarks.speed.worker`, started by `bench/processes.py`, under torchrun
 where the subject has several ranks. It builds one subject, then does what it is told, one command at a time.
 
 Must not know of other subjects or of what is done with the numbers.
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron_fp8.bench.channel import Channel
-from megatron_fp8.bench.work import Run
+from benchmarks.speed.channel import Channel
+from benchmarks.speed.work import Run
 from megatron_fp8.config.load import load_config
 from megatron_fp8.config.schema import Config
 from megatron_fp8.parallel.process_group import global_rank
@@ -25,14 +25,14 @@ from megatron_fp8.parallel.process_group import global_rank
 def build_run(implementation: str, precision: str, config: Config) -> Run:
     """The subject's run in this process. Only what it needs is imported."""
     if implementation == "plain":
-        from megatron_fp8.bench.plain_run import PlainRun
+        from benchmarks.speed.plain_run import PlainRun
 
         return PlainRun(config, precision)
     if implementation == "gemm":
-        from megatron_fp8.bench.gemm_run import GemmRun
+        from benchmarks.speed.gemm_run import GemmRun
 
         return GemmRun(config, precision)
-    from megatron_fp8.bench.our_run import OurRun
+    from benchmarks.speed.our_run import OurRun
 
     return OurRun(config)
 

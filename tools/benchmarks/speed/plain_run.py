@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_fp8.bench.plain_model import PlainGPT
-from megatron_fp8.bench.work import StepSample, fixed_tokens
+from benchmarks.speed.plain_model import PlainGPT
+from benchmarks.speed.work import StepSample, fixed_tokens
 from megatron_fp8.config.schema import Config, OptimizerConfig
 from megatron_fp8.cpu import peak_resident_bytes
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_fp8.compare.work import OperandNoise
+from benchmarks.formats.work import OperandNoise
 from megatron_fp8.precision.tensor_health import TensorHealth, quantization_sums
 
 # The plain model's names, and the short ones of the comparison.

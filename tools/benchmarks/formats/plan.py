@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_fp8.compare.modes import MODES
-from megatron_fp8.compare.work import RunTask
+from benchmarks.formats.modes import MODES
+from benchmarks.formats.work import RunTask
 from megatron_fp8.config.check import check_config
 from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.problem import ConfigError, Problem
@@ -91,7 +91,7 @@ def _mode_problems(path: Path, overrides: Sequence[str], mode: str, vocab_size: 
     yield from check_config(loaded, 1, vocab_size)
     if MODES[mode].torchao_recipe is None:
         return
-    from megatron_fp8.bench.plain_model import require_supported
+    from benchmarks.speed.plain_model import require_supported
 
     try:
         require_supported(loaded.config.model)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from megatron_fp8.bench.plan import Subject
-from megatron_fp8.bench.processes import SubjectProcesses
-from megatron_fp8.bench.result import Cost, Sample, SubjectResult
+from benchmarks.speed.plan import Subject
+from benchmarks.speed.processes import SubjectProcesses
+from benchmarks.speed.result import Cost, Sample, SubjectResult
 
 Say = Callable[[str], None]
 

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_fp8.compare.comparison import OPERANDS, Comparison
+from benchmarks.formats.comparison import OPERANDS, Comparison
 
 _WIDTH_CHARS = 190
 

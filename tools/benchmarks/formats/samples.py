@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from benchmarks.formats.modes import MODES
 from megatron_fp8 import device as devices
-from megatron_fp8.compare.modes import MODES
 from megatron_fp8.config.load import load_config
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.loader import FIELDS

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_fp8.compare.difference import Difference, difference, last_mean, seed_spread
-from megatron_fp8.compare.work import KINDS, LINEARS, RunResult
+from benchmarks.formats.difference import Difference, difference, last_mean, seed_spread
+from benchmarks.formats.work import KINDS, LINEARS, RunResult
 from megatron_fp8.config.schema import Config
 
 OPERANDS = tuple(f"{linear}/{kind}" for linear in LINEARS for kind in KINDS)

@@ -11,7 +11,7 @@ import time
 import torch
 from torch import Tensor
 
-from megatron_fp8.bench.work import StepSample
+from benchmarks.speed.work import StepSample
 from megatron_fp8.config.layout import GemmShape, derive_layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.cpu import peak_resident_bytes

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from benchmarks.speed.work import StepSample, fixed_tokens
 from megatron_fp8 import device as devices
-from megatron_fp8.bench.work import StepSample, fixed_tokens
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.parallel.process_group import init_process_group, world_size

@@ -5,6 +5,7 @@ Must not know what is measured when.
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -15,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron_fp8.bench.channel import Channel, ChannelClosedError
-from megatron_fp8.bench.plan import Subject
+from benchmarks.speed.channel import Channel, ChannelClosedError
+from benchmarks.speed.plan import Subject
 from megatron_fp8.config.load import process_environment
 
 _LOG_LINES = 30
@@ -94,10 +95,11 @@ class SubjectProcesses:
         command = [sys.executable]
         if subject.num_processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={subject.num_processes}"]
-        command += ["-m", "megatron_fp8.bench.worker", f"--address={address}"]
+        command += ["-m", "benchmarks.speed.worker", f"--address={address}"]
         command += [f"--implementation={subject.implementation}", f"--precision={subject.precision}"]
         command += [f"--threads={subject.num_threads}", str(config), *overrides]
         environment = {**process_environment(), "OMP_NUM_THREADS": str(subject.num_threads)}
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
         with self._log.open("wb") as log:
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
