@@ -253,7 +253,8 @@ def test_torchao_s_model_is_asked_before_anything_runs(tiny: list[str]) -> None:
 
 def test_help_needs_no_torch() -> None:
     code = (
-        "import sys; sys.argv = ['compare_precision.py', '--help']; sys.path.insert(0, 'tools'); sys.modules['torch'] = None\n"
+        "import sys; sys.argv = ['compare_precision.py', '--help']; sys.path.insert(0, 'tools')\n"
+        "sys.modules['torch'] = None\n"
         "import runpy; runpy.run_path('tools/compare_precision.py', run_name='__main__')"
     )
     environment = {**process_environment(), "PYTHONPATH": str(ROOT)}
