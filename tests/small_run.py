@@ -98,8 +98,7 @@ def batches(parts: Any) -> list[Iterator[Any]]:
     import torch
 
     from megatron_fp8.data.documents import cumulative_lengths
-    from megatron_fp8.data.loader import MicroBatch
-    from megatron_fp8.data.sampler import BatchSampler
+    from megatron_fp8.data.loader import BatchSampler, MicroBatch
 
     seq_length = parts.config.model.seq_length
     generator = torch.Generator().manual_seed(0)

@@ -11,20 +11,16 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megatron_fp8.checkpoint.manifest import CheckpointError
 from megatron_fp8.commands.model_options import positive
+from megatron_fp8.commands.progress_bars import items_bar
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf.export import ExportSettings, export_checkpoint
 from megatron_fp8.hf.import_model import ImportSettings, import_folder
 
-OnTensor = Callable[[str, int], None]
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -60,44 +56,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exit codes as above."""
     s = make_parser().parse_args(arguments)
     try:
-        with _progress() as on_tensor:
+        with items_bar("tensors") as on_tensor:
             if s.command == "export":
                 wanted = ExportSettings(s.dtype, s.max_shard_size, s.tokenizer, not s.no_tokenizer, not s.skip_verify)
-                summary = _export(s.checkpoint, s.out, wanted, on_tensor)
+                exported = export_checkpoint(s.checkpoint, s.out, wanted, on_tensor)
+                summary = f"{exported.num_bytes:,} bytes of weights in {exported.dtype}, from {exported.checkpoint}"
+                notes = exported.notes
             else:
-                summary = _import(
-                    s.folder, s.out, ImportSettings(s.seq_length, s.tokenizer, not s.no_tokenizer), on_tensor
-                )
+                settings = ImportSettings(s.seq_length, s.tokenizer, not s.no_tokenizer)
+                imported = import_folder(s.folder, s.out, settings, on_tensor)
+                start = f"pretrain.py {imported.config} data.train_data_path=[PREFIX]"
+                summary = f"{imported.num_parameters:,} parameters. Fine-tune with\n  {start}"
+                notes = imported.notes
     except (BadInputError, CheckpointError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         print(f"{s.out} could not be written: {error}", file=sys.stderr)
         sys.exit(1)
-    print(summary)
-
-
-def _export(checkpoint: Path, out: Path, settings: ExportSettings, on_tensor: OnTensor) -> str:
-    done = export_checkpoint(checkpoint, out, settings, on_tensor)
-    summary = f"wrote {out}: {done.num_bytes:,} bytes of weights in {done.dtype}, from {done.checkpoint}"
-    return "\n".join([summary, *(f"note: {note}" for note in done.notes)])
-
-
-def _import(folder: Path, out: Path, settings: ImportSettings, on_tensor: OnTensor) -> str:
-    done = import_folder(folder, out, settings, on_tensor)
-    summary = f"wrote {out}: {done.num_parameters:,} parameters. Fine-tune with"
-    start = f"  pretrain.py {done.config} data.train_data_path=[PREFIX]"
-    return "\n".join([summary, start, *(f"note: {note}" for note in done.notes)])
-
-
-@contextmanager
-def _progress() -> Iterator[OnTensor]:
-    """A bar over tensors, on standard error; yields what to call for each."""
-    bar, count, left = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    columns = (TextColumn("{task.description}"), bar, count, TimeElapsedColumn(), left)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
-        task = display.add_task("reading headers", total=None)
-        yield lambda name, total: display.update(task, description=name, total=total, advance=1)
+    print("\n".join([f"wrote {s.out}: {summary}", *(f"note: {note}" for note in notes)]))
 
 
 def _num_bytes(text: str) -> int:

@@ -10,11 +10,12 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
+from megatron_fp8.commands.progress_bars import bytes_bar
 from megatron_fp8.config.load import load_config
 from megatron_fp8.data.blend import Blend, BlendError, DataKeyError, parse_split, train_blend
+from megatron_fp8.data.check_data import check_token_file
 from megatron_fp8.data.token_file import TokenIndex, bin_path, idx_path, read_index
 from megatron_fp8.data.tokenizer import TOKENIZER_TYPES, Tokenizer, TokenizerError
-from megatron_fp8.data.validate_tokens import check_token_file
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.prepare.inspect_tokens import (
     QUANTILES,
@@ -25,9 +26,7 @@ from megatron_fp8.prepare.inspect_tokens import (
     statistics_of,
 )
 from megatron_fp8.prepare.merge_split import Share, merge, split
-from megatron_fp8.prepare.progress_bars import bytes_bar
 
-_ANY_VOCAB_SIZE = 2**63 - 1
 _PARTS = ("train", "valid", "test")
 _BAR_WIDTH = 40
 _EXAMPLES = """examples:
@@ -194,7 +193,7 @@ def _verify(options: argparse.Namespace) -> int:
     tokenizer = _tokenizer(options)
     vocab_size = options.vocab_size
     if vocab_size is None:
-        vocab_size = tokenizer.vocab_size if tokenizer is not None else _ANY_VOCAB_SIZE
+        vocab_size = tokenizer.vocab_size if tokenizer is not None else None
     elif vocab_size < 1:
         raise BadInputError(f"--vocab-size {vocab_size}: use at least 1")
     missing = [prefix for prefix in options.prefixes if not any(path(prefix).exists() for path in (bin_path, idx_path))]
@@ -211,7 +210,7 @@ def _verify(options: argparse.Namespace) -> int:
             continue
         index = read_index(prefix)
         ids = f"all ids are below {vocab_size}"
-        if vocab_size == _ANY_VOCAB_SIZE:
+        if vocab_size is None:
             ids = "no id is negative (give --tokenizer-model to check them against a vocabulary)"
         print(f"{prefix}: valid: {len(index.lengths_tokens):,} documents, {index.num_tokens:,} tokens, {ids}")
     return 1 if any_corrupt else 0

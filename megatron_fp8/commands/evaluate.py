@@ -14,15 +14,12 @@ import argparse
 import json
 import math
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from megatron_fp8.checkpoint.saved_model import SavedModel, kept_checkpoint, read_saved_model
@@ -33,13 +30,12 @@ from megatron_fp8.commands.model_options import (
     positive,
     require_parent,
 )
+from megatron_fp8.commands.progress_bars import items_bar
 from megatron_fp8.evaluate.files import EvaluationFile, evaluation_files, model_tokenizer
 
 if TYPE_CHECKING:
     from megatron_fp8.data.tokenizer import Tokenizer
     from megatron_fp8.evaluate.file_loss import FileLoss
-
-_SECONDS_BETWEEN_LINES = 30.0
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -91,53 +87,8 @@ def measure(
         # It looks for CUDA when imported.
         from megatron_fp8.evaluate.file_loss import measure_files
 
-        with WindowProgress(model.groups.rank == 0) as on_windows:
+        with items_bar("windows", model.groups.rank == 0) as on_windows:
             return list(measure_files(model, files, tokenizer, num_windows, on_windows)), model.notes
-
-
-class WindowProgress:
-    """Shows the progress over a file's windows on standard error: a bar on a terminal, else a line every 30 s.
-
-    `shows`: true on one rank.
-    """
-
-    def __init__(self, shows: bool, console: Console | None = None) -> None:
-        self._console = Console(stderr=True) if console is None else console
-        self._shows = shows
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-            disable=not (shows and self._console.is_terminal),
-        )
-        self._task = self._bar.add_task("", total=None)
-        self._line_at = self._started = time.monotonic()
-        self._name: str | None = None
-
-    def __enter__(self) -> WindowProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def __call__(self, name: str, total: int, done: int) -> None:
-        """`done` of the `total` windows of the file `name` are measured."""
-        self._bar.update(self._task, description=name, total=total, completed=done)
-        now = time.monotonic()
-        if name != self._name:
-            self._name, self._started, self._line_at = name, now, now
-        if not self._shows or self._console.is_terminal or now - self._line_at < _SECONDS_BETWEEN_LINES or done == 0:
-            return
-        self._line_at = now
-        left = (now - self._started) / done * (total - done)
-        self._console.print(f"{name}: {done:,} of {total:,} windows, {left:,.0f} s left", highlight=False)
 
 
 def loss_table(saved: SavedModel, losses: Sequence[FileLoss]) -> Table:

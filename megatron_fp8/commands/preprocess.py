@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_fp8.commands.progress_bars import EncodingProgress
 from megatron_fp8.data.tokenizer import END_OF_DOCUMENT, HUGGING_FACE, TOKENIZER_TYPES, Tokenizer, TokenizerError
 from megatron_fp8.prepare.encode import BrokenLineError, Settings, TokenizerFile, WorkerEndedError
 from megatron_fp8.prepare.input_files import FORMATS, InputError, InputFile, find_inputs
@@ -26,7 +27,6 @@ from megatron_fp8.prepare.preprocess import (
     output_prefix_of,
     preprocess,
 )
-from megatron_fp8.prepare.progress_bars import EncodingProgress
 from megatron_fp8.prepare.token_file_writer import WriterBusyError
 from megatron_fp8.prepare.train_tokenizer import (
     MAX_TRAINING_BYTES,
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.train_bpe is not None:
             _train_tokenizer(options, settings, files)
         with EncodingProgress(files, "encoding", options.log_interval) as display:
-            execution = Execution(options.workers, options.save_seconds, display.started, display.encoded)
+            execution = Execution(options.workers, options.save_seconds, display.resumed, display.encoded)
             done = preprocess(files, options.output_prefix, settings, execution)
     except BrokenLineError as error:
         option = f"--json-keys {' '.join(options.json_keys)}" if error.missing_key else _input_option(options)

@@ -20,10 +20,17 @@ from megatron_fp8.config.places import DEFAULT_CACHE
 from megatron_fp8.config.run_start import START, Position, samples_needed
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.blend import Blend, DataKeyError, train_blend, valid_blend
-from megatron_fp8.data.compiled_helpers import HelpersError, compiled_helpers
 from megatron_fp8.data.index_cache import Key, build_cached, cache_key
 from megatron_fp8.data.loader import SampleSource
-from megatron_fp8.data.order import Order, SplitOrder, build_order, load_order, save_order
+from megatron_fp8.data.order import (
+    HelpersError,
+    Order,
+    SplitOrder,
+    build_order,
+    compiled_helpers,
+    load_order,
+    save_order,
+)
 from megatron_fp8.data.token_file import MappedFiles, bin_path, idx_path, read_index
 from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.data.validation import ValidationSet, sampled_sets, whole_sets
@@ -32,7 +39,7 @@ from megatron_fp8.errors import BadInputError
 Sample = dict[str, torch.Tensor]
 """A sample: `tokens`, `labels`, `position_ids` int64 [s], `loss_mask` float32 [s]."""
 ORDER_VERSION = 1
-"""Part of the cache key; incremented when the same settings give another order or other files."""
+"""Part of the cache key; increment it when the same settings give another order or other files."""
 
 
 class DataError(BadInputError):

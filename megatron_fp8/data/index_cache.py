@@ -84,9 +84,9 @@ def build_cached(
         raise IndexCacheError(_difference(all_gather(wanted.sizes if wanted is not None else None)))
     if all(report.is_ready for report in reports if report is not None):
         return root / mine.name if mine is not None else None
-    builders = _builders(root, reads_data, len(reports))
-    builder = builders[_rank()]
-    built = _exchange(_build_missing(root, mine.name, build) if mine is not None and builder == _rank() else None)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    builder = _builders(root, reads_data, rank, len(reports))[rank]
+    built = _exchange(_build_missing(root, mine.name, build) if mine is not None and builder == rank else None)
     report = built[builder] if builder is not None else None
     return root / report.name if report is not None else None
 
@@ -100,7 +100,7 @@ def _exchange(report: _Report | None) -> list[_Report | None]:
     return reports
 
 
-def _builders(root: Path, reads_data: bool, num_ranks: int) -> list[int | None]:
+def _builders(root: Path, reads_data: bool, rank: int, num_ranks: int) -> list[int | None]:
     """For each rank the lowest rank that sees the same `root`; None for ranks that do not read data.
 
     Host names say nothing about disks, so probe files are used: rank 0 creates one, and each rank that does not see it
@@ -114,7 +114,7 @@ def _builders(root: Path, reads_data: bool, num_ranks: int) -> list[int | None]:
     try:
         for first_round in (True, False):
             mine, error = None, None
-            if reads_data and builder is None and (_rank() == 0 or not first_round):
+            if reads_data and builder is None and (rank == 0 or not first_round):
                 mine, error = _create_probe(root, left)
             answers = all_gather((mine, error))
             errors = [text for _, text in answers if text is not None]
@@ -122,7 +122,7 @@ def _builders(root: Path, reads_data: bool, num_ranks: int) -> list[int | None]:
                 raise IndexCacheError(errors[0])
             names = [old or new for old, (new, _) in zip(names, answers, strict=True)]
             if reads_data and builder is None:
-                builder = next((rank for rank, name in enumerate(names) if name and (root / name).exists()), None)
+                builder = next((other for other, name in enumerate(names) if name and (root / name).exists()), None)
         # Gathered before probes are removed: another rank may still be looking for one.
         return all_gather(builder)
     finally:
@@ -199,10 +199,6 @@ def _difference(sizes: Sequence[dict[str, int] | None]) -> str:
 
 def _not_writable(root: Path, error: OSError) -> str:
     return (
-        f"cannot write sample indices to {root} on {socket.gethostname()}: {error}. Set data.data_cache_path to a "
-        f"writable directory"
+        f"cannot write sample indices to {root} on {socket.gethostname()}: {error}; set data.data_cache_path to a "
+        "writable directory"
     )
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -1,6 +1,9 @@
-"""Loads micro-batches onto the device, for the ranks of one tensor-parallel group.
+"""Chooses the samples of each data-parallel rank, and loads its micro-batches onto the device.
 
-Rank 0 of the tensor-parallel group reads; the others receive its share of the global batch in one broadcast of packed
+A dataset is already in the seed's shuffled order, so a global batch is the next `global_batch_size` samples after
+those consumed. Layout and micro-batch size only divide it: a resume under others continues with the very next sample.
+
+Rank 0 of a tensor-parallel group reads; the others receive its share of the global batch in one broadcast of packed
 int64. Ranks in the middle of the pipeline neither read nor receive.
 
 Threads prefetch, not worker processes: a sample is a slice of a memory-mapped file, so there is too little Python work
@@ -22,10 +25,52 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_fp8.data.documents import DocumentRules, cumulative_lengths, document_positions
-from megatron_fp8.data.sampler import BatchSampler
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 PREFETCHED_GLOBAL_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class BatchSampler:
+    """One data-parallel rank's share of each global batch. Raises ValueError for sizes that are not divisible."""
+
+    micro_batch_size: int
+    """Samples of this rank in one forward/backward pass."""
+    global_batch_size: int
+    """Samples of all ranks in one step."""
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dp_rank < self.dp_size:
+            raise ValueError(f"dp_rank {self.dp_rank} must be from 0 to dp_size - 1 = {self.dp_size - 1}")
+        if min(self.micro_batch_size, self.global_batch_size) < 1:
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size} and global_batch_size {self.global_batch_size} "
+                f"must be at least 1"
+            )
+        if self.global_batch_size % (self.micro_batch_size * self.dp_size):
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} is not divisible by micro_batch_size "
+                f"{self.micro_batch_size} x dp_size {self.dp_size}"
+            )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of this rank in one step."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+
+    def micro_batches(self, consumed_samples: int) -> tuple[range, ...]:
+        """Sample indices of this rank's micro-batches in the step after `consumed_samples` samples.
+
+        Micro-batch m of all ranks is the m-th run of micro_batch_size x dp_size samples, as in Megatron's sampler.
+        """
+        stride = self.micro_batch_size * self.dp_size
+        first = consumed_samples + self.dp_rank * self.micro_batch_size
+        return tuple(
+            range(first + index * stride, first + index * stride + self.micro_batch_size)
+            for index in range(self.num_micro_batches)
+        )
 
 
 class SampleSource(Protocol):

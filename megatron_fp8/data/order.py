@@ -14,20 +14,30 @@ Imports no torch.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import platform
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fp8.data.blend import Blend
-from megatron_fp8.data.compiled_helpers import compiled_helpers
 from megatron_fp8.data.token_file import TokenIndex, read_index
 from megatron_fp8.errors import BadInputError
 
 MAX_BLENDED = 2**15 - 1
+_HELPERS = "megatron.core.datasets.helpers_cpp"
+
+
+class HelpersError(BadInputError):
+    """Megatron Core or its compiled helpers are not installed."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +130,39 @@ def _epoch_generator(seed: int, epoch: int) -> np.random.RandomState:
     if epoch == 0:
         return np.random.RandomState(seed)
     return np.random.RandomState(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
+
+
+@functools.cache
+def compiled_helpers() -> ModuleType:
+    """Megatron Core's compiled index helpers. Raises HelpersError if there are none.
+
+    Loaded without importing Megatron Core, which imports torch.
+    """
+    if _HELPERS in sys.modules:
+        return sys.modules[_HELPERS]
+    # Finds the package without running its code.
+    package = importlib.util.find_spec("megatron.core")
+    for place in (package and package.submodule_search_locations) or ():
+        for suffix in EXTENSION_SUFFIXES:
+            path = Path(place) / "datasets" / f"helpers_cpp{suffix}"
+            if path.is_file():
+                return _load_extension(path)
+    raise HelpersError(
+        f"megatron-core has no compiled {_HELPERS} for Python {platform.python_version()} on {platform.machine()}; "
+        "install a wheel of megatron-core for this platform, or compile it with pybind11 and a C++ compiler"
+    )
+
+
+def _load_extension(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(_HELPERS, path)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise HelpersError(f"{path} cannot be loaded: {error}; reinstall megatron-core") from error
+    return module
 
 
 @dataclass(frozen=True)

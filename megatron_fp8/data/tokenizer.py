@@ -1,10 +1,9 @@
-"""Loads tokenizers of every kind (`vocab/`), from text to token ids and back. Imports no torch."""
+"""Loads a tokenizer of any kind (`tokenizer_kinds`), from text to token ids and back. Imports no torch."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fp8.config.paths import why_refused, why_unreadable
-from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, TYPE, Backend, ByteLevel, TokenizerError
-from megatron_fp8.data.vocab.hugging_face import HuggingFace
+from megatron_fp8.data.tokenizer_kinds import (
+    END_OF_DOCUMENT,
+    TYPE,
+    Backend,
+    ByteLevel,
+    HuggingFace,
+    SentencePiece,
+    TokenizerError,
+)
 
 if TYPE_CHECKING:
     from megatron_fp8.config.schema import DataConfig
@@ -89,12 +95,10 @@ class Tokenizer:
         if kind == HUGGING_FACE:
             backend = HuggingFace(file, eod_token)
         elif kind == SENTENCE_PIECE:
-            # Imported on demand: otherwise every encoding process would load the libraries of all kinds.
-            from megatron_fp8.data.vocab.sentence_piece import SentencePiece
-
             backend = SentencePiece(file, eod_token)
         else:
-            from megatron_fp8.data.vocab.tiktoken_ranks import TiktokenRanks
+            # On demand, like SentencePiece's library.
+            from megatron_fp8.data.tiktoken_ranks import TiktokenRanks
 
             backend = TiktokenRanks(file, eod_token, tiktoken_pattern)
         return cls(backend, kind, str(file))
@@ -141,13 +145,5 @@ def _kind_of(file: Path) -> str:
     # A SentencePiece model is a protobuf message whose first field is a piece.
     if start[:1] == b"\n" and file.suffix != ".json":
         return SENTENCE_PIECE
-    return TIKTOKEN if _looks_like_ranks(start) else HUGGING_FACE
-
-
-def _looks_like_ranks(start: bytes) -> bool:
-    """Whether the first line is a base64 token and a number."""
-    parts = start.partition(b"\n")[0].split()
-    try:
-        return len(parts) == 2 and parts[1].isdigit() and bool(base64.b64decode(parts[0], validate=True))
-    except binascii.Error:
-        return False
+    # A token in base64 and its rank.
+    return TIKTOKEN if re.match(rb"[A-Za-z0-9+/]+={0,2}[ \t]+\d+\s*(\n|$)", start) else HUGGING_FACE

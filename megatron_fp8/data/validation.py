@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_fp8.config.layout import round_up
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.blend import Blend, dataset_names
 from megatron_fp8.data.loader import SampleSource
@@ -65,7 +66,7 @@ def whole_sets(
         masked = config.data.eod_mask_loss
         file = WholeFile(prefix, config.model.seq_length, eod_id, masked, None, documents, vocab_size)
         series = name if config.training.multiple_validation_sets else None
-        sets.append(ValidationSet(series, file if reads_data else None, -(-len(file) // batch) * batch, weight))
+        sets.append(ValidationSet(series, file if reads_data else None, round_up(len(file), batch), weight))
     return tuple(sets)
 
 

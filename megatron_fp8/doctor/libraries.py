@@ -149,7 +149,7 @@ def data_helper(surroundings: Surroundings) -> Finding:  # noqa: ARG001
     """Whether Megatron's compiled index helper is loaded, and blends two data sets as their weights say."""
     import numpy
 
-    from megatron_fp8.data.compiled_helpers import compiled_helpers
+    from megatron_fp8.data.order import compiled_helpers
 
     file_of, sample_of = numpy.zeros(8, dtype=numpy.int16), numpy.zeros(8, dtype=numpy.int64)
     weights = numpy.array([0.75, 0.25])

@@ -12,8 +12,7 @@ import torch
 import torch.distributed
 
 from megatron_fp8.data.documents import DocumentRules, document_rules
-from megatron_fp8.data.loader import BatchLoader
-from megatron_fp8.data.sampler import BatchSampler
+from megatron_fp8.data.loader import BatchLoader, BatchSampler
 from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.data.validation import WholeFile
 from megatron_fp8.evaluate.files import EvaluationFile

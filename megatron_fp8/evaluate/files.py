@@ -10,9 +10,9 @@ from megatron_fp8.checkpoint.saved_model import SavedModel
 from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.blend import Blend, DataKeyError, dataset_names, valid_blend
+from megatron_fp8.data.check_data import check_token_file
 from megatron_fp8.data.token_file import read_index
 from megatron_fp8.data.tokenizer import Tokenizer, TokenizerError
-from megatron_fp8.data.validate_tokens import check_token_file
 from megatron_fp8.errors import BadInputError
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from megatron_fp8.data.tokenizer import AUTO, END_OF_DOCUMENT, HUGGING_FACE, Tok
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf import config_json, tensor_groups
 from megatron_fp8.hf.folder import new_folder, require_new, write_shards
-from megatron_fp8.hf.mapping import TensorGroup, to_theirs
+from megatron_fp8.hf.mapping import OnTensor, TensorGroup, to_theirs
 from megatron_fp8.hf.tokenizer_files import TOKENIZER, copy_tokenizer, describe_tokenizer, require_tokenizer
 
 if TYPE_CHECKING:
@@ -53,12 +53,10 @@ class Exported:
     notes: tuple[str, ...]
 
 
-def export_checkpoint(
-    path: Path, folder: Path, settings: ExportSettings, on_tensor: Callable[[str, int], None]
-) -> Exported:
+def export_checkpoint(path: Path, folder: Path, settings: ExportSettings, on_tensor: OnTensor) -> Exported:
     """Write the model of the checkpoint that `path` means into the new `folder`.
 
-    `on_tensor` is called with each tensor of ours that was written, and their number. Raises BadInputError or
+    Raises BadInputError or
     CheckpointError, leaving nothing behind, if the checkpoint is corrupt or its model cannot be expressed.
     """
     require_new(folder)
@@ -66,9 +64,7 @@ def export_checkpoint(
         return _export(checkpoint, folder, settings, on_tensor)
 
 
-def _export(
-    checkpoint: Path, folder: Path, settings: ExportSettings, on_tensor: Callable[[str, int], None]
-) -> Exported:
+def _export(checkpoint: Path, folder: Path, settings: ExportSettings, on_tensor: OnTensor) -> Exported:
     config = read_config(checkpoint)
     tokenizer = _tokenizer(config, settings) if settings.with_tokenizer else None
     # Every key that cannot be expressed, before a byte of the weights is read.
@@ -134,14 +130,12 @@ def _require_tensors(checkpoint: Path, reader: TensorReader, groups: Sequence[Te
         raise CheckpointError(f"{checkpoint} does not hold the model in its config: {'; '.join(wrong[:5])}")
 
 
-def _tensors(
-    reader: TensorReader, groups: Sequence[TensorGroup], on_tensor: Callable[[str, int], None]
-) -> Iterator[tuple[str, Tensor]]:
-    for group in groups:
+def _tensors(reader: TensorReader, groups: Sequence[TensorGroup], on_tensor: OnTensor) -> Iterator[tuple[str, Tensor]]:
+    for number, group in enumerate(groups, 1):
         theirs = to_theirs(group, [reader.read(MASTER + name) for name in group.ours])
         for name in group.theirs:
             yield name, theirs.pop(0)
-        on_tensor(group.ours[0], len(groups))
+        on_tensor(group.ours[0], len(groups), number)
 
 
 def _notes(config: Config) -> Iterator[str]:

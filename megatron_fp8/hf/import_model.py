@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +24,7 @@ from megatron_fp8.config.schema import Config, ModelConfig
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf import read_model, tensor_groups
 from megatron_fp8.hf.folder import TIED_HEAD, StoredWeight, find_weights, new_folder, require_new
-from megatron_fp8.hf.mapping import TensorGroup, to_ours
+from megatron_fp8.hf.mapping import OnTensor, TensorGroup, to_ours
 from megatron_fp8.hf.tokenizer_files import TOKENIZER, copy_tokenizer, ends_documents, require_tokenizer
 
 if TYPE_CHECKING:
@@ -55,11 +55,10 @@ class Imported:
     notes: tuple[str, ...]
 
 
-def import_folder(source: Path, out: Path, settings: ImportSettings, on_tensor: Callable[[str, int], None]) -> Imported:
+def import_folder(source: Path, out: Path, settings: ImportSettings, on_tensor: OnTensor) -> Imported:
     """Write the model of a Hugging Face folder into the new folder `out`, as a checkpoint of iteration 0.
 
-    `on_tensor` is called with each tensor of ours that was written, and their number. Raises BadInputError, leaving
-    nothing behind, for a model that is not supported or a folder that is incomplete.
+    Raises BadInputError, leaving nothing behind, for a model that is not supported or a folder that is incomplete.
     """
     require_new(out)
     if not source.is_dir():
@@ -88,7 +87,7 @@ def _write_checkpoint(
     config: Config,
     groups: Sequence[TensorGroup],
     weights: Mapping[str, StoredWeight],
-    on_tensor: Callable[[str, int], None],
+    on_tensor: OnTensor,
 ) -> None:
     from megatron_fp8.checkpoint.tensor_files import NewPiece, write_index, write_pieces
 
@@ -101,7 +100,7 @@ def _write_checkpoint(
         piece = NewPiece(MASTER + name, shape, (0,) * len(shape), tensor.float())
         written += write_pieces(directory / f"__0_{number}.distcp", [piece])
         del tensor, piece
-        on_tensor(name, len(groups))
+        on_tensor(name, len(groups), number + 1)
     write_index(directory, written)
     write_sums(directory, 0, sorted(path.name for path in directory.iterdir()))
     checkpoints.commit(

@@ -7,7 +7,7 @@ Imports torch only where tensors are moved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+OnTensor = Callable[[str, int, int], None]
+"""Called with each tensor of ours that was written, their number, and how many are done."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp8.data.tokenizer import Tokenizer, TokenizerError
-from megatron_fp8.data.vocab.backend import EOD
+from megatron_fp8.data.tokenizer_kinds import EOD
 from megatron_fp8.errors import BadInputError
 
 TOKENIZER = "tokenizer.json"

@@ -32,8 +32,8 @@ _MAX_RANKS, _MAX_NAMES = 4, 3
 class Rollback:
     """The run has to roll back to a checkpoint and continue after the samples of the bad steps.
 
-    `newest_iteration`: of checkpoints that may be loaded. With the weights of such a one a later step had a normal loss;
-    the weights right before the bad steps are the first that may be bad. `reached`: after the last bad step.
+    `newest_iteration`: of checkpoints that may be loaded. A later step had a normal loss with the weights of
+    such a one; the weights right before the bad steps are the first that may be bad. `reached`: after the last bad step.
     """
 
     reason: str

@@ -31,9 +31,7 @@ _NAME_WIDTH = 48
 class StepProfiler:
     """Traces the steps that `settings` name, into `directory`; None: nowhere, as in a run without a directory."""
 
-    def __init__(
-        self, settings: ProfileConfig, directory: Path | None, device: Device, times: StepTimes
-    ) -> None:
+    def __init__(self, settings: ProfileConfig, directory: Path | None, device: Device, times: StepTimes) -> None:
         self._settings = settings
         self._directory = directory
         self._device = device

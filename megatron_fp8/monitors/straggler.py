@@ -95,7 +95,9 @@ class StragglerDetector:
         self._num_intervals = num_intervals
         self._in_a_row: dict[tuple[int, str], int] = {}
 
-    def add(self, what: str, seconds: Mapping[int, float], beside: Mapping[int, float] | None = None) -> list[Straggler]:
+    def add(
+        self, what: str, seconds: Mapping[int, float], beside: Mapping[int, float] | None = None
+    ) -> list[Straggler]:
         """Take an interval of ranks that do the same; whom to name now.
 
         `seconds`: of this work, by rank. `beside`: of all that a step takes beside this work, if the work is a part

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_fp8.data.check_data import why_mismatched
 from megatron_fp8.data.token_file import TokenIndex, bin_path, idx_path, read_index
-from megatron_fp8.data.validate_tokens import why_mismatched
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 

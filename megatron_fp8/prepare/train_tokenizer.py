@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from megatron_fp8.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError
-from megatron_fp8.data.vocab.backend import NUM_BYTES
+from megatron_fp8.data.tokenizer_kinds import NUM_BYTES
 from megatron_fp8.prepare.encode import Settings, texts_of
 from megatron_fp8.prepare.input_files import InputFile
 from megatron_fp8.prepare.text_blocks import read_blocks

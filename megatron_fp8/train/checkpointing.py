@@ -18,10 +18,10 @@ from megatron_fp8.config.schema import Config
 from megatron_fp8.monitors.fp8_health import Fp8HealthMonitor
 from megatron_fp8.monitors.spike import RecentLosses
 from megatron_fp8.precision.policy import FALLBACK_LISTS
+from megatron_fp8.report.code_version import versions
 from megatron_fp8.report.record import Recorder
 from megatron_fp8.train.losses import IntervalLoss
 from megatron_fp8.train.state import TrainState
-from megatron_fp8.report.code_version import versions
 
 _INTERVAL = "interval_loss"
 

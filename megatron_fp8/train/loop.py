@@ -48,7 +48,7 @@ def train(
 ) -> TrainResult | Rollback:
     """Run the steps that are left, or those up to one after which the run has to roll back to a checkpoint.
 
-    `started`: the job's start on the monotonic clock, in seconds. `progress`: what a checkpoint had; None: from scratch.
+    `started`: the job's start on the monotonic clock, in seconds. `progress`: of a checkpoint; None: from scratch.
     `rolled_back`: this job has trained before.
     """
     train_iters = parts.config.training.train_iters

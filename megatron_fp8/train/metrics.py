@@ -20,6 +20,7 @@ from megatron_fp8.monitors.protocol import Event, Interval, Monitor
 from megatron_fp8.planner.flops import flops_per_token
 from megatron_fp8.planner.gpus import GPUS, Gpu
 from megatron_fp8.planner.pipeline import bubble_share
+from megatron_fp8.report.record import Value
 from megatron_fp8.train.losses import IntervalLoss
 from megatron_fp8.train.state import TrainState
 from megatron_fp8.train.step import StepResult
@@ -72,7 +73,7 @@ class IntervalMetrics:
         loss = interval.take()
         if loss.any_step and loss.mean is None:
             yield "no-loss", {"iteration": state.iteration, "of": "training", "sets": []}
-        record = {
+        record: dict[str, Value] = {
             "iteration": state.iteration,
             "lm loss": loss.mean,
             "grad-norm": newest.grad_norm,
@@ -121,7 +122,6 @@ def _pauses(seconds: Mapping[str, float]) -> dict[str, float]:
         "pause-seconds": sum(seconds.values()),
         **{f"pause-seconds/{name}": each for name, each in {EVALUATE: 0.0, SAVE_CHECKPOINT: 0.0, **seconds}.items()},
     }
-
 
 
 @dataclass(frozen=True)

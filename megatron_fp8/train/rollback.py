@@ -1,8 +1,8 @@
 """Rolls a run back within its process: to a checkpoint from before the bad steps, continuing after their samples.
 
 A resume in all but the new process. The state to continue from is first written into the checkpoint's manifest, so that
-a job that is killed later resumes from the same place: it never sees the skipped samples either, and knows how often the
-run rolled back. Must not know why a run rolls back, or how the record is kept.
+a job that is killed later resumes from the same place: it never sees the skipped samples either, and knows how often
+the run rolled back. Must not know why a run rolls back, or how the record is kept.
 """
 
 from __future__ import annotations

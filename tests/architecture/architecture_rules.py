@@ -64,7 +64,7 @@ SHARED_NAMES = frozenset(
 FOREIGN_WRITES: dict[str, tuple[str, ...]] = {
     f"{PACKAGE}/commands/main.py": ("sys.argv",),
     f"{PACKAGE}/commands/precision_chart.py": ("table.columns[2].justify",),
-    f"{PACKAGE}/data/vocab/hugging_face.py": ("self._tokenizer.encode_special_tokens",),
+    f"{PACKAGE}/data/tokenizer_kinds.py": ("self._tokenizer.encode_special_tokens",),
     f"{PACKAGE}/model/build.py": ("megatron_config.finalize_model_grads_func", "megatron_config.no_sync_func"),
     f"{PACKAGE}/model/gpt.py": ("weight.shared_embedding", "weight.zero_out_wgrad", "weight.shared"),
     f"{PACKAGE}/model/layers.py": ("attention.qkv_format",),

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_fp8.config.places import place_problems
 from megatron_fp8.config.schema import Config
-from megatron_fp8.data import validate_tokens
+from megatron_fp8.data import check_data as check_data_module
 from megatron_fp8.data.check_data import check_data
 from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.prepare.token_file_writer import TokenFileWriter
@@ -132,8 +132,8 @@ def test_a_blend_with_weights_has_no_epochs(make_config: MakeConfig, tmp_path: P
 def test_what_was_not_checked_is_reported(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(validate_tokens, "READ_WHOLE_UP_TO_BYTES", 2**20)
-    monkeypatch.setattr(validate_tokens, "SAMPLE_BYTES", 2**14)
+    monkeypatch.setattr(check_data_module, "READ_WHOLE_UP_TO_BYTES", 2**20)
+    monkeypatch.setattr(check_data_module, "SAMPLE_BYTES", 2**14)
     prefix = write(tmp_path / "a", [2**20])
     note = check_data(make_config(train_data_path=[prefix])).notes[-1]
     assert note == f"token ids of {prefix}: 1 of 2 MiB checked; tools/data.py verify checks all"

@@ -25,8 +25,7 @@ prepare()  # Megatron Core is imported below
 import torch  # noqa: E402
 
 from megatron_fp8.data.dataset import DataError, Datasets, build_datasets  # noqa: E402
-from megatron_fp8.data.loader import BatchLoader  # noqa: E402
-from megatron_fp8.data.sampler import BatchSampler  # noqa: E402
+from megatron_fp8.data.loader import BatchLoader, BatchSampler  # noqa: E402
 
 SEQ_LENGTH = 16
 EOD = 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_fp8.config.schema import DataConfig
-from megatron_fp8.data.validate_tokens import check_document_ends
+from megatron_fp8.data.check_data import check_document_ends
 from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 
 EOD = 9

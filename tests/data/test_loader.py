@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp8.data.documents import DocumentRules
-from megatron_fp8.data.loader import BatchLoader, MicroBatch
-from megatron_fp8.data.sampler import BatchSampler
+from megatron_fp8.data.loader import BatchLoader, BatchSampler, MicroBatch
 from tests.ranks import run_on_ranks
 
 SEQ_LENGTH = 4

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from token_file_reference import decode_token_file
 
+from megatron_fp8.data.check_data import check_token_file
 from megatron_fp8.data.tokenizer import Tokenizer
-from megatron_fp8.data.validate_tokens import check_token_file
 from megatron_fp8.prepare import quickstart
 from megatron_fp8.prepare.quickstart import COMPLETE_FILE, DATA_FILES, Document, complete_summary, prepare
 

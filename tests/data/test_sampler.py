@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fp8.data.sampler import BatchSampler
+from megatron_fp8.data.loader import BatchSampler
 
 
 @st.composite

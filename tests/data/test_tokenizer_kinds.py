@@ -11,8 +11,8 @@ import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_fp8.data.tiktoken_ranks import PATTERNS
 from megatron_fp8.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError
-from megatron_fp8.data.vocab.tiktoken_ranks import PATTERNS
 
 LINES = [
     "to be or not to be that is the question",

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fp8.data import validate_tokens
-from megatron_fp8.data.validate_tokens import check_token_file
+from megatron_fp8.data import check_data
+from megatron_fp8.data.check_data import check_token_file
 from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 
 VOCAB_SIZE = 300
@@ -105,8 +105,8 @@ def test_negative_ids_are_found(tmp_path: Path) -> None:
 
 
 def test_large_files_are_sampled_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate_tokens, "READ_WHOLE_UP_TO_BYTES", 10_000)
-    monkeypatch.setattr(validate_tokens, "SAMPLE_BYTES", 16)
+    monkeypatch.setattr(check_data, "READ_WHOLE_UP_TO_BYTES", 10_000)
+    monkeypatch.setattr(check_data, "SAMPLE_BYTES", 16)
     prefix = write(tmp_path / "a", [50_000], largest_id=VOCAB_SIZE)
     assert "token id 300" in check_token_file(prefix, VOCAB_SIZE)[0].reason
 
@@ -118,8 +118,8 @@ def test_the_position_of_a_bad_id_is_named(tmp_path: Path) -> None:
 
 def test_a_bad_id_anywhere_is_found_when_all_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the samples of a large file a check before a run sees nothing; `read_all` does."""
-    monkeypatch.setattr(validate_tokens, "READ_WHOLE_UP_TO_BYTES", 10_000)
-    monkeypatch.setattr(validate_tokens, "SAMPLE_BYTES", 16)
+    monkeypatch.setattr(check_data, "READ_WHOLE_UP_TO_BYTES", 10_000)
+    monkeypatch.setattr(check_data, "SAMPLE_BYTES", 16)
     prefix = write(tmp_path / "a", [50_000])
     overwrite(tmp_path / "a.bin", 2 * 100, struct.pack("<H", 301))
     assert check_token_file(prefix, VOCAB_SIZE) == []
@@ -131,14 +131,14 @@ def test_a_bad_id_anywhere_is_found_when_all_is_read(tmp_path: Path, monkeypatch
     read.clear()
     assert check_token_file(prefix, VOCAB_SIZE, read_all=True, on_bytes=read.append) == []
     assert sum(read) == (tmp_path / "a.bin").stat().st_size
-    assert validate_tokens.bytes_read_for_ids(prefix) == 64 * 16
+    assert check_data.bytes_read_for_ids(prefix) == 64 * 16
 
 
 def test_the_check_runs_without_torch() -> None:
     program = (
         "import sys\n"
         "for name in ('torch', 'transformer_engine', 'megatron'): sys.modules[name] = None\n"
-        "import megatron_fp8.data.check_data, megatron_fp8.data.sampler, megatron_fp8.prepare.quickstart\n"
+        "import megatron_fp8.data.check_data, megatron_fp8.data.order, megatron_fp8.prepare.quickstart\n"
         "import megatron_fp8.prepare.quickstart, megatron_fp8.prepare.preprocess\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from megatron_fp8.commands import evaluate
-from megatron_fp8.commands.evaluate import WindowProgress
+from megatron_fp8.commands import progress_bars
+from megatron_fp8.commands.progress_bars import items_bar
 
 
 class Clock:
@@ -24,14 +24,14 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     set_by_hand = Clock()
-    monkeypatch.setattr(evaluate, "time", set_by_hand)
+    monkeypatch.setattr(progress_bars, "time", set_by_hand)
     return set_by_hand
 
 
 def lines_of(clock: Clock, shows: bool = True, terminal: bool = False) -> list[str]:
     """What is written while 100 windows of a file take 2 s each, then those of another."""
     written = io.StringIO()
-    with WindowProgress(shows, Console(file=written, force_terminal=terminal, width=80)) as on_windows:
+    with items_bar("windows", shows, Console(file=written, force_terminal=terminal, width=80)) as on_windows:
         for name in ("valid", "other"):
             for done in range(101):
                 on_windows(name, 100, done)

@@ -12,7 +12,7 @@ import torch
 
 from megatron_fp8 import device as devices
 from megatron_fp8.device import Device
-from megatron_fp8.monitors.node import NodeReading, NodeMonitor, node_series
+from megatron_fp8.monitors.node import NodeMonitor, NodeReading, node_series
 from tests.checkpoint.training import checkpoint_config, train_on_this_rank
 from tests.ranks import run_on_ranks
 

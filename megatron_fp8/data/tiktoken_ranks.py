@@ -15,7 +15,7 @@ import regex
 import tiktoken
 from numpy.typing import NDArray
 
-from megatron_fp8.data.vocab.backend import END_OF_DOCUMENT, PATTERN, TokenizerError
+from megatron_fp8.data.tokenizer_kinds import END_OF_DOCUMENT, PATTERN, TokenizerError
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
