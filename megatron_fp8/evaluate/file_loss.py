@@ -17,7 +17,7 @@ from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.data.validation import WholeFile
 from megatron_fp8.evaluate.files import EvaluationFile
 from megatron_fp8.generate.loaded_model import LoadedModel
-from megatron_fp8.train.losses import LossSum
+from megatron_fp8.train.step import LossSum
 
 OnWindows = Callable[[str, int, int], None]
 """Progress: name of the file, its number of windows, how many of them are done."""

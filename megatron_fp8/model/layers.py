@@ -117,18 +117,24 @@ class LayerFactory:
         )
 
 
-def attention_arguments(
-    layer: nn.Module, cu_seqlens: Tensor | None, longest: int, cache: InferenceParams | None = None
-) -> dict[str, Any]:
-    """What a call of TE's `layer` takes for documents kept apart, of at most `longest` tokens; nothing without them.
+def set_qkv_format(layer: nn.Module, packed: bool) -> None:
+    """Tell TE's `layer` whether its next inputs are packed documents `[t, h]`, or `[s, b, h]`.
 
-    TE has the mask as an argument of the call, but the layout only as an attribute of the module, read at each call.
-    With `cu_seqlens` int32 `[n + 1]` the layer's input is `[t, h]`. A constant `longest` spares the search for the
-    longest document, for which host and device would wait for each other, and another kernel for every length.
+    TE takes the mask as an argument of the call, but reads this from an attribute of the module at each call.
     """
     attention = layer.self_attention
     assert isinstance(attention, te.MultiheadAttention)
-    attention.qkv_format = "sbhd" if cu_seqlens is None else "thd"
+    attention.qkv_format = "thd" if packed else "sbhd"
+
+
+def attention_arguments(
+    cu_seqlens: Tensor | None, longest: int, cache: InferenceParams | None = None
+) -> dict[str, Any]:
+    """What a call of TE's layer takes for packed documents of at most `longest` tokens; nothing without them.
+
+    `cu_seqlens`: int32 `[n + 1]`. A constant `longest` spares the search for the longest document, for which host and
+    device would wait for each other, and another kernel for every length.
+    """
     if cache is not None:
         # The cache knows each sample's length.
         return {"self_attn_mask_type": "padding_causal", "inference_params": cache}

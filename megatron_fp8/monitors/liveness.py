@@ -1,12 +1,11 @@
-"""Connects the training loop to the watchdog: which phase a span means, what a hang leaves behind, what a rank says
-when another one stops answering.
+"""Watches a job: runs the watchdog, records the hang that it finds, and explains ranks that stop answering.
 
 Must not know how a hang is detected.
 """
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,18 +15,10 @@ from megatron_fp8.config.schema import Config
 from megatron_fp8.device import Device
 from megatron_fp8.faults.failure_report import is_consequence
 from megatron_fp8.monitors.hang import Hang, HangError
-from megatron_fp8.monitors.heartbeat import Heartbeat, Phase
+from megatron_fp8.monitors.heartbeat import Heartbeat
 from megatron_fp8.monitors.watchdog import Limits, Watchdog
 from megatron_fp8.report.html import report_at_end
 from megatron_fp8.report.record import Recorder, Value
-from megatron_fp8.train import step_times as spans
-
-_BEGINS = {
-    spans.DATA: Phase.DATA,
-    spans.FORWARD: Phase.FORWARD_BACKWARD,
-    spans.BACKWARD: Phase.FORWARD_BACKWARD,
-    spans.OPTIMIZER: Phase.OPTIMIZER,
-}
 
 
 def hang_limits(config: Config) -> Limits | None:
@@ -77,22 +68,6 @@ def record_hang(recorder: Recorder, hang: Hang, run_directory: Path) -> None:
     recorder.write("failure", {"kind": HangError.__name__, "error": hang.text})
     recorder.close()
     report_at_end(run_directory)
-
-
-def span_listener(heartbeat: Heartbeat) -> Callable[[str, bool], None]:
-    """Enters the phase that a span begins: each micro-batch's passes count as progress, in steps and in evaluations."""
-
-    def listen(name: str, begins: bool) -> None:
-        phase = _BEGINS.get(name)
-        if phase is None or (not begins and phase is not Phase.DATA):
-            return
-        if begins and phase is not Phase.FORWARD_BACKWARD:
-            heartbeat.enter(phase)
-        else:
-            # What the passes are of was said before.
-            heartbeat.enter(heartbeat.passes)
-
-    return listen
 
 
 class LostRankError(torch.distributed.DistNetworkError):

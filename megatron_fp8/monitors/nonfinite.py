@@ -20,9 +20,8 @@ from megatron_fp8.monitors.protocol import Event
 from megatron_fp8.monitors.spike import RecentLosses, SpikeDetector
 from megatron_fp8.parallel.groups import ParallelGroups
 from megatron_fp8.parallel.object_collectives import all_gather
-from megatron_fp8.train.losses import LossSum
 from megatron_fp8.train.state import TrainState
-from megatron_fp8.train.step import StepResult
+from megatron_fp8.train.step import LossSum, StepResult
 
 _ADVICE = "Lower optimizer.lr, lengthen optimizer.lr_warmup_iters, or look at the data of this step"
 _MAX_RANKS, _MAX_NAMES = 4, 3
@@ -32,8 +31,8 @@ _MAX_RANKS, _MAX_NAMES = 4, 3
 class Rollback:
     """The run has to roll back to a checkpoint and continue after the samples of the bad steps.
 
-    `newest_iteration`: of checkpoints that may be loaded. A later step had a normal loss with the weights of
-    such a one; the weights right before the bad steps are the first that may be bad. `reached`: after the last bad step.
+    `newest_iteration`: of checkpoints that may be loaded. A later step had a normal loss with the weights of such a
+    one; the weights right before the bad steps are the first that may be bad. `reached`: after the last bad step.
     """
 
     reason: str
@@ -57,7 +56,7 @@ class StepJudge:
         self._global_batch_size = config.training.global_batch_size
         self._groups = groups
         self._chunks = chunks
-        self._detector = SpikeDetector(config.faults)
+        self._detector = None if config.faults.spike == "off" else SpikeDetector(config.faults)
 
     def judge(self, recent: RecentLosses, state: TrainState, result: StepResult) -> Verdict:
         """What follows from a step, if not the run's end, by NonFiniteError.
@@ -66,15 +65,16 @@ class StepJudge:
         """
         if result.nonfinite:
             return self._nonfinite(state, result)
-        policy = self._settings.spike
-        if policy == "off" or result.skipped or result.mean_loss is None:
+        if self._detector is None or result.skipped or result.mean_loss is None:
             return Verdict()
         spike = self._detector.observe(recent, state.iteration, result.mean_loss)
         if spike is None:
             return Verdict()
         values = {"iteration": state.iteration, "began": spike.began, "lm loss": spike.loss, "limit": spike.limit}
         event: Event = ("spike", {**values, "median": spike.median, "reason": str(spike)})
-        return Verdict(event, Rollback(str(spike), spike.began - 2, state) if policy == "rewind" else None)
+        return Verdict(
+            event, Rollback(str(spike), spike.began - 2, state) if self._settings.spike == "rewind" else None
+        )
 
     def _nonfinite(self, state: TrainState, result: StepResult) -> Verdict:
         settings = self._settings

@@ -56,7 +56,7 @@ class Group:
 
 
 class NormMonitor(Monitor):
-    """Records a run's norms every `interval` steps; 0: never."""
+    """Records a run's norms every `interval` steps."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class NormMonitor(Monitor):
 
     def before_update(self, iteration: int) -> None:
         """Measure the gradients, when it is time."""
-        if self._interval and iteration % self._interval == 0:
+        if iteration % self._interval == 0:
             self._measure_gradients()
 
     def after_step(self, iteration: int, updated: bool) -> Iterator[Event]:

@@ -63,7 +63,7 @@ class ReplicaMonitor(Monitor):
     def after_step(self, iteration: int, updated: bool) -> Iterator[Event]:
         """Compare, when it is time; raises ReplicaError on every rank. Collective over all ranks."""
         del updated
-        if not self._interval or iteration % self._interval or self._groups.world_size == 1:
+        if iteration % self._interval:
             return
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from torch import nn
 from transformer_engine.pytorch import DotProductAttention
 
-from megatron_fp8.config.schema_run import FaultsConfig
 from megatron_fp8.monitors.protocol import Event, Interval, Monitor
 from megatron_fp8.parallel.groups import ParallelGroups
 from megatron_fp8.parallel.object_collectives import all_gather
@@ -23,21 +22,15 @@ from megatron_fp8.train.step_times import OWN_WORK, StepTimes
 
 
 class StragglerMonitor(Monitor):
-    """Compares the times of every interval; does nothing where `faults.slow_rank_factor` is null."""
+    """Compares the times of every interval."""
 
-    def __init__(self, faults: FaultsConfig, groups: ParallelGroups) -> None:
-        self._detector = (
-            StragglerDetector(faults.slow_rank_factor, faults.slow_rank_intervals)
-            if faults.slow_rank_factor is not None and groups.world_size > 1
-            else None
-        )
+    def __init__(self, factor: float, num_intervals: int, groups: ParallelGroups) -> None:
+        self._detector = StragglerDetector(factor, num_intervals)
         self._tensor_parallel_size = groups.tp.size()
         self._peers = peers(groups.world_size, groups.pp.size())
 
     def on_interval(self, interval: Interval) -> Iterator[Event]:
         """An event for each rank that is named; collective over all ranks when one is."""
-        if self._detector is None:
-            return
         times = interval.times
         named: list[Straggler] = []
         for stage in self._peers:

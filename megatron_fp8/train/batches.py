@@ -24,7 +24,7 @@ class Batches:
     groups: ParallelGroups
     device: torch.device
 
-    @property
+    @cached_property
     def shape(self) -> BatchShape:
         """Sizes of a step on this rank."""
         training = self.config.training

@@ -20,8 +20,8 @@ from megatron_fp8.monitors.spike import RecentLosses
 from megatron_fp8.precision.policy import FALLBACK_LISTS
 from megatron_fp8.report.code_version import versions
 from megatron_fp8.report.record import Recorder
-from megatron_fp8.train.losses import IntervalLoss
 from megatron_fp8.train.state import TrainState
+from megatron_fp8.train.step import IntervalLoss
 
 _INTERVAL = "interval_loss"
 

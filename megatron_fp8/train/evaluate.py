@@ -12,9 +12,8 @@ from megatron_fp8.data.validation import ValidationSet
 from megatron_fp8.monitors.protocol import Event
 from megatron_fp8.report.record import Value
 from megatron_fp8.train.batches import Batches
-from megatron_fp8.train.losses import LossSum, mean_loss
 from megatron_fp8.train.state import TrainState
-from megatron_fp8.train.step import Stepper
+from megatron_fp8.train.step import LossSum, Stepper, mean_loss
 
 SERIES = "lm loss validation"
 PERPLEXITY = "lm loss validation ppl"

@@ -68,9 +68,9 @@ def run_job(
     from megatron_fp8.monitors.liveness import explaining_lost_ranks, watched
     from megatron_fp8.monitors.profiler import PROFILES
     from megatron_fp8.parallel.object_collectives import broadcast
-    from megatron_fp8.train.losses import IntervalLoss
     from megatron_fp8.train.rollback import train_to_the_end
     from megatron_fp8.train.setup import TrainingParts, build_parts
+    from megatron_fp8.train.step import IntervalLoss
 
     init_process_group(device.backend(config.parallel.distributed_backend), config.parallel.distributed_timeout_minutes)
     # Rank 0 alone chose, holding the run's lock.

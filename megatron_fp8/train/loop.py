@@ -22,11 +22,9 @@ from megatron_fp8.monitors.protocol import Event
 from megatron_fp8.precision.overflow import overflow_problem, overflows_in_a_row
 from megatron_fp8.train.checkpointing import Progress
 from megatron_fp8.train.evaluate import evaluate
-from megatron_fp8.train.losses import IntervalLoss
-from megatron_fp8.train.metrics import EVALUATE, SAVE_CHECKPOINT, SAVE_PROFILE, Pace
 from megatron_fp8.train.setup import TrainingParts
-from megatron_fp8.train.state import TrainState
-from megatron_fp8.train.step import StepResult
+from megatron_fp8.train.state import EVALUATE, SAVE_CHECKPOINT, SAVE_PROFILE, Pace, TrainState
+from megatron_fp8.train.step import IntervalLoss, StepResult
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,8 @@ All ranks meet here once per log interval. Must not know when that is, or where 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 
 import torch
 import torch.distributed
@@ -17,16 +15,11 @@ from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
 from megatron_fp8.device import Device
 from megatron_fp8.monitors.protocol import Event, Interval, Monitor
-from megatron_fp8.planner.flops import flops_per_token
-from megatron_fp8.planner.gpus import GPUS, Gpu
-from megatron_fp8.planner.pipeline import bubble_share
+from megatron_fp8.planner.throughput import throughput_of
 from megatron_fp8.report.record import Value
-from megatron_fp8.train.losses import IntervalLoss
-from megatron_fp8.train.state import TrainState
-from megatron_fp8.train.step import StepResult
+from megatron_fp8.train.state import EVALUATE, SAVE_CHECKPOINT, Pace, TrainState
+from megatron_fp8.train.step import IntervalLoss, StepResult
 from megatron_fp8.train.step_times import NUM_TIMES, RankTimes, StepTimes, time_series
-
-EVALUATE, SAVE_CHECKPOINT, SAVE_PROFILE = "evaluate", "save-checkpoint", "save-profile"
 
 
 class IntervalMetrics:
@@ -122,105 +115,3 @@ def _pauses(seconds: Mapping[str, float]) -> dict[str, float]:
         "pause-seconds": sum(seconds.values()),
         **{f"pause-seconds/{name}": each for name, each in {EVALUATE: 0.0, SAVE_CHECKPOINT: 0.0, **seconds}.items()},
     }
-
-
-@dataclass(frozen=True)
-class IntervalTiming:
-    """The steps since the last record, on this rank.
-
-    `seconds`: what the `num_steps` steps together took. `pauses`: seconds that training waited for other work, by what.
-    """
-
-    num_steps: int
-    num_steps_left: int
-    seconds: float
-    pauses: Mapping[str, float]
-
-
-class Pace:
-    """Times the steps of a run of `num_steps` steps."""
-
-    def __init__(self, num_steps: int) -> None:
-        self._steps_left = num_steps
-        self._interval_started = time.perf_counter()
-        self._interval_steps = 0
-        self._pauses: dict[str, float] = {}
-
-    def step_done(self) -> None:
-        """Count a step."""
-        self._steps_left -= 1
-        self._interval_steps += 1
-
-    @contextmanager
-    def paused(self, by: str) -> Iterator[None]:
-        """Leave out what happens inside, and count it as a pause."""
-        paused_at = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - paused_at
-            self._interval_started += seconds
-            self._pauses[by] = self._pauses.get(by, 0.0) + seconds
-
-    def take_interval(self) -> IntervalTiming:
-        """Timing of the steps since the last call, of which there must be one at least."""
-        now = time.perf_counter()
-        timing = IntervalTiming(self._interval_steps, self._steps_left, now - self._interval_started, self._pauses)
-        self._interval_started, self._interval_steps, self._pauses = now, 0, {}
-        return timing
-
-
-# By words of the name that the driver gives, the first that fits; boards whose peaks are not in the table fit none.
-_NAMES = (
-    (("H100", "PCIe"), "h100-pcie-80g"),
-    (("H100", "NVL"), "h100-nvl-94g"),
-    (("H100", "80GB", "HBM3"), "h100-80g"),
-    (("A100", "SXM", "40GB"), "a100-40g"),
-    (("A100", "SXM", "80GB"), "a100-80g"),
-    (("B200",), "b200-180g"),
-)
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """What turns tokens per second into use of the GPUs. `peak`: FLOP/s of one, None for the reason in `note`."""
-
-    flops_per_token: float
-    world_size: int
-    peak: float | None
-    note: str
-    bubble: float
-
-    def series(self, tokens_per_second: float) -> dict[str, float | None]:
-        """Per GPU: tokens/s, `throughput` in model TFLOP/s (Megatron's name), MFU; and the pipeline's bubble."""
-        tokens = tokens_per_second / self.world_size
-        flops = tokens * self.flops_per_token
-        return {
-            "tokens-per-second-per-gpu": tokens,
-            "throughput": flops / 1e12,
-            "mfu": None if self.peak is None else flops / self.peak,
-            "pipeline-bubble": self.bubble,
-        }
-
-
-def throughput_of(config: Config, layout: Layout, device_name: str, emulated: bool) -> Throughput:
-    """Of a run on `layout.world_size` devices called `device_name`; the peak is that of the blocks' GEMMs' format.
-
-    The bubble is that of a schedule whose stages all take equally long, not a measurement.
-    """
-    gpu = GPUS["cpu"] if emulated else gpu_called(device_name)
-    peak = None if gpu is None else gpu.peak_flops(config.precision.mode)
-    if gpu is None:
-        note = f"withheld: no peak is known for {device_name}"
-    elif peak is None:
-        note = f"withheld: {gpu.why_unknown(config.precision.mode)}"
-    else:
-        note = f"share of {peak / 1e12:,.0f} TFLOP/s, the dense {config.precision.mode} peak of {gpu.title}"
-    return Throughput(flops_per_token(config, layout).model, layout.world_size, peak, note, bubble_share(layout))
-
-
-def gpu_called(name: str) -> Gpu | None:
-    """The GPU that the driver calls `name` (as `NVIDIA H100 80GB HBM3`), None where the table has no such one."""
-    if "H200" in name and "NVL" not in name:
-        return GPUS["h200-141g"]
-    return next((GPUS[key] for words, key in _NAMES if all(word in name for word in words)), None)

@@ -27,9 +27,9 @@ from megatron_fp8.parallel.object_collectives import broadcast
 from megatron_fp8.report.record import Value
 from megatron_fp8.train.checkpointing import Checkpointer, Progress
 from megatron_fp8.train.loop import TrainResult, train
-from megatron_fp8.train.losses import IntervalLoss
 from megatron_fp8.train.setup import TrainingParts
 from megatron_fp8.train.state import TrainState
+from megatron_fp8.train.step import IntervalLoss
 
 
 def train_to_the_end(

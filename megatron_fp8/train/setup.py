@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_fp8.checkpoint.contents import ModelPlaces, model_places
+from megatron_fp8.checkpoint.contents import model_places
 from megatron_fp8.checkpoint.live import LiveState
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.schema import Config
@@ -23,7 +23,6 @@ from megatron_fp8.model.build import build_model
 from megatron_fp8.model.megatron_config import connect_training
 from megatron_fp8.monitors.fp8_health import Fp8HealthMonitor
 from megatron_fp8.monitors.heartbeat import Heartbeat
-from megatron_fp8.monitors.liveness import span_listener
 from megatron_fp8.monitors.node import NodeMonitor
 from megatron_fp8.monitors.nonfinite import StepJudge
 from megatron_fp8.monitors.norms import NormMonitor
@@ -92,7 +91,7 @@ def build_parts(
         rank_name=".".join(f"{n}{g.rank()}of{g.size()}" for n, g in (("tp", groups.tp), ("dp", groups.dp))),
     )
     heartbeat = Heartbeat()
-    times = StepTimes(device, span_listener(heartbeat))
+    times = StepTimes(device, heartbeat.on_span)
     chunks = build_model(config, layout, vocab_size, groups, precision, device.torch_device)
     optimizer = build_optimizer(config, chunks, precision.policy, times)
     connect_training(config, chunks, optimizer, times, times(GRADIENTS))
@@ -101,13 +100,15 @@ def build_parts(
     places = model_places(chunks, layout, config.model.activation, groups, config.parallel.use_distributed_optimizer)
     live = LiveState(chunks, optimizer, schedule, precision, places, device.torch_device)
     health = Fp8HealthMonitor(precision, groups, config.logging.log_interval)
-    monitors = (
-        health,
-        _norms(config, optimizer, places, device),
-        ReplicaMonitor(config, chunks, groups, precision),
-        StragglerMonitor(config.faults, groups),
-        NodeMonitor(device, Path(config.run.root)),
-    )
+    monitors: list[Monitor] = [health, NodeMonitor(device, Path(config.run.root))]
+    norms_interval = config.logging.norms_interval
+    norms_interval = config.logging.log_interval if norms_interval is None else norms_interval
+    if norms_interval > 0:
+        monitors.append(NormMonitor(optimizer, places, config.model.num_layers, device.torch_device, norms_interval))
+    if config.faults.replica_check_interval > 0 and groups.world_size > 1:
+        monitors.append(ReplicaMonitor(config, chunks, groups, precision))
+    if config.faults.slow_rank_factor is not None and groups.world_size > 1:
+        monitors.append(StragglerMonitor(config.faults.slow_rank_factor, config.faults.slow_rank_intervals, groups))
     return TrainingParts(
         config=config,
         device=device,
@@ -128,9 +129,3 @@ def build_parts(
         checkpointer=Checkpointer(config, layout, checkpoints, live, health, recorder),
         recorder=recorder,
     )
-
-
-def _norms(config: Config, optimizer: MegatronOptimizer, places: ModelPlaces, device: Device) -> NormMonitor:
-    interval = config.logging.norms_interval
-    interval = config.logging.log_interval if interval is None else interval
-    return NormMonitor(optimizer, places, config.model.num_layers, device.torch_device, interval)

@@ -122,12 +122,8 @@ QUICK = ("pp2-tied", "fp8-tp2-dp2")
 
 def check_of(parts: Any) -> Any:
     from megatron_fp8.monitors.replicas import ReplicaMonitor
-    from megatron_fp8.report.record import Recorder
-    from tests.checkpoint.training import Memory
 
-    memory = Memory([])
-    check = ReplicaMonitor(parts.config, parts.chunks, parts.groups, parts.precision, Recorder([memory]))
-    return check, memory
+    return ReplicaMonitor(parts.config, parts.chunks, parts.groups, parts.precision)
 
 
 def flip_each_kind(parts: Any) -> list[tuple[str, int, str, list[dict]]]:
@@ -139,8 +135,8 @@ def flip_each_kind(parts: Any) -> list[tuple[str, int, str, list[dict]]]:
 
     from megatron_fp8.monitors.replicas import ReplicaError
 
-    check, memory = check_of(parts)
-    check.after_step(1)
+    check = check_of(parts)
+    assert list(check.after_step(1, updated=True)) == []
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     found = []
     for alike in list(check._alike()):
@@ -156,16 +152,15 @@ def flip_each_kind(parts: Any) -> list[tuple[str, int, str, list[dict]]]:
             name = everywhere[victim][number]
             if rank == victim:
                 flip(live[name], 3)
-            error = ""
+            error, events = "", []
             try:
-                check.after_step(2)
+                events.extend({"event": event, **values} for event, values in check.after_step(2, updated=True))
             except ReplicaError as raised:
                 error = str(raised)
             if rank == victim:
                 flip(live[name], 3)
-            found.append((name, victim, error, list(memory.records)))
-            memory.records.clear()
-    check.after_step(3)
+            found.append((name, victim, error, events))
+    assert list(check.after_step(3, updated=True)) == []
     return found
 
 
@@ -178,9 +173,9 @@ def compare_every_recipe() -> list[list[str]]:
 
 
 def compared(parts: Any) -> list[str]:
-    check, _ = check_of(parts)
+    check = check_of(parts)
     check._interval = 1
-    check.after_step(1)
+    assert list(check.after_step(1, updated=True)) == []
     state = parts.precision.state_dict()
     assert {tensor.device for tensor in state.values()} == {parts.device.torch_device}
     return list(state)

@@ -164,9 +164,9 @@ def train_on_this_rank(
     from megatron_fp8.data.dataset import Datasets
     from megatron_fp8.faults.exit_codes import NonFiniteError, RollbackError
     from megatron_fp8.report.record import Recorder
-    from megatron_fp8.train.losses import IntervalLoss
     from megatron_fp8.train.rollback import train_to_the_end
     from megatron_fp8.train.setup import build_parts
+    from megatron_fp8.train.step import IntervalLoss
 
     memory = Memory([])
     reopened: list[int] = []

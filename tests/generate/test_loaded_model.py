@@ -67,9 +67,9 @@ def train_save_and_load(config: Config, directory: Path) -> Losses:
     from megatron_fp8.config.layout import derive_layout
     from megatron_fp8.report.record import Recorder
     from megatron_fp8.train.checkpointing import Progress
-    from megatron_fp8.train.losses import IntervalLoss
     from megatron_fp8.train.setup import build_parts
     from megatron_fp8.train.state import TrainState
+    from megatron_fp8.train.step import IntervalLoss
 
     layout = derive_layout(config, torch.distributed.get_world_size(), None)
     parts = build_parts(config, layout, layout.vocab_size, devices.prepare(), Recorder([]), directory / "checkpoints")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fp8.train.metrics import EVALUATE, Pace
+from megatron_fp8.train.state import EVALUATE, Pace
 from tests.ranks import run_on_ranks
 from tests.small_run import batches, run_small, small_config
 
