@@ -16,7 +16,6 @@ from megatron_fp8.data.loader import MicroBatch
 from megatron_fp8.faults.exit_codes import NonFiniteError
 from megatron_fp8.faults.heartbeat import Phase
 from megatron_fp8.faults.signals import StopSignals
-from megatron_fp8.precision.overflow import overflow_problem, overflows_in_a_row
 from megatron_fp8.train.bad_steps import Rewind, judge
 from megatron_fp8.train.checkpointing import Progress
 from megatron_fp8.train.evaluate import evaluate
@@ -160,7 +159,7 @@ def _overflows(parts: TrainingParts, progress: Progress, result: StepResult) -> 
     if scaling is None or not result.skipped:
         return 0
     loss_scale = float(parts.optimizer.get_loss_scale())
-    return overflows_in_a_row(progress.state.overflows_in_a_row, result.skipped, loss_scale, scaling)
+    return scaling.overflows_in_a_row(progress.state.overflows_in_a_row, result.skipped, loss_scale)
 
 
 def _require_progress(parts: TrainingParts, state: TrainState) -> None:
@@ -168,7 +167,7 @@ def _require_progress(parts: TrainingParts, state: TrainState) -> None:
     scaling = parts.precision.policy.loss_scaling
     if scaling is None or state.overflows_in_a_row == 0:
         return
-    problem = overflow_problem(state.overflows_in_a_row, float(parts.optimizer.get_loss_scale()), scaling)
+    problem = scaling.overflow_problem(state.overflows_in_a_row, float(parts.optimizer.get_loss_scale()))
     if problem is not None:
         raise NonFiniteError(f"stopped at iteration {state.iteration}: {problem}")
 

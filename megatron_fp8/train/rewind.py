@@ -68,7 +68,7 @@ def go_back(parts: TrainingParts, wanted: Rewind, reopen_record: Callable[[int],
     checkpoint, notes = _newest_good(directory, wanted)
     before = TrainState.from_counters(_counters_on_rank_0(checkpoint))
     state = before.after_rewind(wanted.reached)
-    on_rank_0(lambda: _leave_behind(directory, checkpoint, state), parts.device.torch_device)
+    on_rank_0(lambda: _leave_behind(directory, checkpoint, state))
     reopen_record(state.iteration)
     progress, lost = parts.checkpointer.load(checkpoint, IntervalLoss(parts.device.torch_device), weights_only=False)
     parts.recorder.write(
