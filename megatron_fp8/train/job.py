@@ -100,8 +100,7 @@ def run_job(
         if start.checkpoint is not None:
             interval = IntervalLoss(device.torch_device)
             progress, lost = parts.checkpointer.load(start.checkpoint, interval, start.weights_only)
-            # Not before every rank has loaded.
-            torch.distributed.barrier()
+            torch.distributed.barrier()  # not before every rank has loaded
             holds.let_checkpoint_go()
             recorder.write("resume", _resumed(start, progress.state.iteration, [*notes, *lost]))
         reopen = partial(_reopen_record, config, run_directory, recorder, quiet)
