@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exit codes as above."""
     s = make_parser().parse_intermixed_args(arguments)
     # They import torch, which --help does without.
-    from megatron_fp8.faults.report import run_reporting
+    from megatron_fp8.faults.failure_report import run_reporting
     from megatron_fp8.parallel.process_group import global_rank, world_size
 
     options = _Options(

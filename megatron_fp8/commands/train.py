@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = parse_command_line(sys.argv[1:] if arguments is None else arguments, process_environment(), holds)
     set_variables(run_variables(command.config))
     from megatron_fp8.faults.exit_codes import ExitCode
-    from megatron_fp8.faults.report import run_reporting
+    from megatron_fp8.faults.failure_report import run_reporting
     from megatron_fp8.parallel.process_group import global_rank
     from megatron_fp8.train.job import run_job
 
