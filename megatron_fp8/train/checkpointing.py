@@ -126,10 +126,7 @@ class Checkpointer:
             return
         settings, directory = self._config.checkpoint, self._directory
         removed: list[int] = []
-        on_rank_0(
-            lambda: removed.extend(directory.prune(settings.keep_last, settings.save_retain_interval)),
-            self.live.device,
-        )
+        on_rank_0(lambda: removed.extend(directory.prune(settings.keep_last, settings.save_retain_interval)))
         self._recorder.write(
             "checkpoint",
             {

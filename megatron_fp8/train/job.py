@@ -62,7 +62,7 @@ def run_job(
     device = devices.prepare()
     hide_meaningless_warnings(device.emulated)
     # They look for CUDA when imported.
-    from megatron_fp8.checkpoint.rank_io import after_all, verified_start
+    from megatron_fp8.checkpoint.rank_io import verified_start
     from megatron_fp8.data.dataset import build_datasets
     from megatron_fp8.data.tokenizer import Tokenizer
     from megatron_fp8.monitors.liveness import explaining_lost_ranks, watched
@@ -101,7 +101,8 @@ def run_job(
         if start.checkpoint is not None:
             interval = IntervalLoss(device.torch_device)
             progress, lost = parts.checkpointer.load(start.checkpoint, interval, start.weights_only)
-            after_all(holds.let_checkpoint_go)
+            torch.distributed.barrier()  # not before every rank has loaded
+            holds.let_checkpoint_go()
             recorder.write("resume", _resumed(start, progress.state.iteration, [*notes, *lost]))
         reopen = partial(_reopen_record, config, run_directory, recorder, quiet)
         result = train_to_the_end(parts, datasets, started, progress, datasets_from, reopen)

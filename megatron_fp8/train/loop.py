@@ -19,7 +19,6 @@ from megatron_fp8.faults.signals import StopSignals
 from megatron_fp8.monitors.heartbeat import Phase
 from megatron_fp8.monitors.nonfinite import Rollback
 from megatron_fp8.monitors.protocol import Event
-from megatron_fp8.precision.overflow import overflow_problem, overflows_in_a_row
 from megatron_fp8.train.checkpointing import Progress
 from megatron_fp8.train.evaluate import evaluate
 from megatron_fp8.train.setup import TrainingParts
@@ -181,7 +180,7 @@ def _overflows(parts: TrainingParts, progress: Progress, result: StepResult) -> 
     if scaling is None or not result.skipped:
         return 0
     loss_scale = float(parts.optimizer.get_loss_scale())
-    return overflows_in_a_row(progress.state.overflows_in_a_row, result.skipped, loss_scale, scaling)
+    return scaling.overflows_in_a_row(progress.state.overflows_in_a_row, result.skipped, loss_scale)
 
 
 def _require_progress(parts: TrainingParts, state: TrainState) -> None:
@@ -189,7 +188,7 @@ def _require_progress(parts: TrainingParts, state: TrainState) -> None:
     scaling = parts.precision.policy.loss_scaling
     if scaling is None or state.overflows_in_a_row == 0:
         return
-    problem = overflow_problem(state.overflows_in_a_row, float(parts.optimizer.get_loss_scale()), scaling)
+    problem = scaling.overflow_problem(state.overflows_in_a_row, float(parts.optimizer.get_loss_scale()))
     if problem is not None:
         raise NonFiniteError(f"stopped at iteration {state.iteration}: {problem}")
 

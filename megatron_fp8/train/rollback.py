@@ -79,7 +79,7 @@ def roll_back(
     checkpoint, notes = _newest_good(directory, wanted)
     before = TrainState.from_counters(_counters_on_rank_0(checkpoint))
     state = before.after_rollback(wanted.reached)
-    on_rank_0(lambda: _leave_behind(directory, checkpoint, state), checkpointer.live.device)
+    on_rank_0(lambda: _leave_behind(directory, checkpoint, state))
     reopen_record(state.iteration)
     progress, lost = checkpointer.load(checkpoint, interval, weights_only=False)
     values: dict[str, Value] = {

@@ -24,10 +24,10 @@ _ADDED_LATER = {
 class TrainState:
     """How far a run has come: optimizer steps, samples and tokens consumed by them, steps that changed no weights.
 
-    A skipped step counts as an iteration, and its samples as consumed. `overflows_in_a_row`: see
-    `precision/overflow.py`. `nonfinite_skips`: steps that were skipped because loss or gradients were not finite, of
-    the whole run. `rewinds`: how often the run went back to a checkpoint. `skipped_samples`: those of the consumed
-    samples, but not of the consumed tokens, that rewinding passed over; no step that counts has read them.
+    A skipped step counts as an iteration, and its samples as consumed. `overflows_in_a_row`: those of
+    `LossScaling`. `nonfinite_skips`: steps that were skipped because loss or gradients were not finite, of the whole
+    run. `rewinds`: how often the run went back to a checkpoint. `skipped_samples`: those of the consumed samples, but
+    not of the consumed tokens, that rewinding passed over; no step that counts has read them.
     """
 
     iteration: int = 0
