@@ -12,14 +12,10 @@ from torch import Tensor
 
 from megatron_fp8.cpu.kernels.casts import scale_from_amax
 
-__all__ = [
-    "multi_tensor_compute_scale_and_scale_inv",
-    "multi_tensor_l2norm",
-    "multi_tensor_scale",
-    "multi_tensor_scale_tensor",
-    "multi_tensor_sgd",
-    "multi_tensor_unscale_l2norm",
-]
+__all__ = (
+    "multi_tensor_compute_scale_and_scale_inv multi_tensor_l2norm multi_tensor_scale multi_tensor_scale_tensor "
+    "multi_tensor_sgd multi_tensor_unscale_l2norm"
+).split()
 
 Lists = Sequence[Sequence[Tensor]]
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16

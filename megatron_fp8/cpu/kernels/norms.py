@@ -16,13 +16,7 @@ from torch import Tensor
 from megatron_fp8.cpu.kernels.casts import torch_dtype
 from megatron_fp8.cpu.kernels.quantize import deliver
 
-__all__ = [
-    "layernorm_bwd",
-    "layernorm_fwd",
-    "rmsnorm_bwd",
-    "rmsnorm_bwd_add",
-    "rmsnorm_fwd",
-]
+__all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_bwd_add", "rmsnorm_fwd"]
 
 # Output dtypes by that of input and weight, which are the same in every kernel.
 _OUTPUTS = {
