@@ -141,7 +141,7 @@ def swap_first_dims(tensor: Tensor, *, out: Tensor | None) -> Tensor:
     return swapped.contiguous() if out is None else out.copy_(swapped)
 
 
-def _casts_inside_kernel(quantizer: Any) -> bool:
+def quantizes_accumulators(quantizer: Any) -> bool:
     """Whether TE's CUDA kernel quantizes its FP32 accumulators directly, as with delayed scaling."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
@@ -150,7 +150,7 @@ def _casts_inside_kernel(quantizer: Any) -> bool:
 
 def accumulator_dtype(quantizer: Any, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a kernel's result for `deliver`: FP32 if the quantizer reads FP32."""
-    return torch.float32 if quantizer is not None and _casts_inside_kernel(quantizer) else dtype
+    return torch.float32 if quantizer is not None and quantizes_accumulators(quantizer) else dtype
 
 
 def deliver(result: torch.Tensor, dtype: torch.dtype, quantizer: Any = None, out: Any = None) -> Any:
@@ -163,7 +163,7 @@ def deliver(result: torch.Tensor, dtype: torch.dtype, quantizer: Any = None, out
         if out is None:
             return result.to(dtype)
         return out.copy_(result)
-    if not _casts_inside_kernel(quantizer):
+    if not quantizes_accumulators(quantizer):
         return quantize(result.to(dtype), quantizer, out)
     if out is None:
         out = quantizer.make_empty(result.shape, dtype=dtype, device=result.device)
