@@ -329,7 +329,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "empty tensor": (norm(zeros(0)), "at least one chunk"),
     "other sizes": (scale([FULL], [zeros(15)]), "elements"),
     "gaps": (norm(zeros(4, 8)[:, :4]), "has gaps"),
-    "another order of memory": (scale([FULL], [zeros(4, 4).t()]), "lie differently"),
+    "another order of memory": (scale([FULL], [zeros(4, 4).t()]), "have different strides"),
     "norm of integers": (norm(zeros(4, dtype=torch.int32)), "Unsupported dtype torch.int32"),
     "norm of two dtypes": (norm(FULL, FULL.half()), "Input tensor 1 has dtype"),
     "scaled into FP64": (scale([FULL], [FULL.double()]), "Unsupported dtype torch.float64"),
