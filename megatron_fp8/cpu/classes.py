@@ -46,13 +46,7 @@ class _StandsFor(type):
 
 
 def _stand_for(original: type, make: Any) -> Any:
-    namespace = {
-        "original": original,
-        "__new__": make,
-        "__module__": "torch",
-        "__qualname__": original.__name__,
-        "__doc__": original.__doc__,
-    }
+    namespace = {"original": original, "__new__": make, "__module__": "torch", "__doc__": original.__doc__}
     return _StandsFor(original.__name__, (), namespace)
 
 

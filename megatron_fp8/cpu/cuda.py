@@ -261,8 +261,7 @@ _ACCELERATOR_RENAMED = {
 
 
 def patch_accelerator() -> None:
-    """Make `torch.accelerator`, which torch's optimizers, data loaders and checkpoints ask, answer for the emulated
-    GPU."""
+    """Make `torch.accelerator`, which torch's optimizers and data loaders use, report the emulated GPU."""
     torch.accelerator.current_accelerator = _current_accelerator
     for name in _ACCELERATOR_NAMES.split():
         setattr(torch.accelerator, name, _cuda(name))

@@ -1,7 +1,6 @@
 """Assembles the replacement for `transformer_engine_torch`, TE's compiled extension, from `enums` and `kernels`.
 
-A name without a stand-in can be imported and used in annotations; calling it raises `NotImplementedError` with its
-name.
+A name without a stand-in can be imported and used in annotations; calling it raises NotImplementedError with its name.
 """
 
 from __future__ import annotations

@@ -16,15 +16,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from megatron_fp8.cpu import generators, memory, streams, transfers
-from megatron_fp8.cpu.placement import (
-    HostParameter,
-    HostTensor,
-    is_on_host,
-    put,
-    put_on_gpu,
-    put_on_host,
-    real_device,
-)
+from megatron_fp8.cpu.placement import HostParameter, HostTensor, is_on_host, put, put_on_gpu, put_on_host, real_device
 
 # Functions of `torch` that take `device` as a keyword only.
 _FACTORY_NAMES = (

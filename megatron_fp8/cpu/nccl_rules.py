@@ -222,7 +222,7 @@ LOOKS: dict[str, Look] = {
     "barrier": lambda arguments, group: "barrier",  # noqa: ARG005
     "monitored_barrier": _refused(ValueError, "monitored_barrier is only implemented for GLOO backend."),
 }
-# Point-to-point messages, and the role of the rank that they name.
+# With the role of the rank that they name.
 MESSAGES = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -190,9 +189,7 @@ class StreamContext:
             self._previous = current_stream(self.stream.device_index)
             set_stream(self.stream)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: Any) -> None:
         if self.stream is not None:
             set_stream(self._previous)
             _current.device_index = self._device

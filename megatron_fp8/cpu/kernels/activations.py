@@ -48,8 +48,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _named(kernel: _Kernel, name: str, doc: str) -> _Kernel:
-    kernel.__name__ = kernel.__qualname__ = name
-    kernel.__doc__ = doc
+    kernel.__name__, kernel.__qualname__, kernel.__doc__ = name, name, doc
     return kernel
 
 
@@ -204,9 +203,6 @@ swiglu, dswiglu = _gated("swiglu", math.SILU)
 
 _SITU = (math.SITU_GATE, math.SITU_LINEAR, {"beta1": 4.0, "beta2": 25.0})
 situglu, dsituglu = _gated_forward("situglu", *_SITU), _gated_backward("dsituglu", *_SITU)
-_CLAMPED = (
-    *(math.CLAMPED_SWISH, math.CLAMPED_LINEAR),
-    {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0},
-)
+_CLAMPED = (math.CLAMPED_SWISH, math.CLAMPED_LINEAR, {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0})
 clamped_swiglu = _gated_forward("clamped_swiglu", *_CLAMPED)
 clamped_dswiglu = _gated_backward("clamped_dswiglu", *_CLAMPED)

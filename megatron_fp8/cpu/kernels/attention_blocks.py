@@ -188,7 +188,7 @@ def _blocks_backward(
 _aten = torch.ops.aten
 
 
-def _fused_in_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: ScoreRules) -> bool:
+def _is_fused_in_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: ScoreRules) -> bool:
     mask_is_plain = rules.mask.is_full() or rules.mask.is_plain_causal(q.shape[2], k.shape[2])
     return rules.dropout == 0.0 and mask_is_plain and q.shape[3] == v.shape[3] and min(q.shape[2], k.shape[2]) > 0
 
@@ -198,7 +198,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: ScoreRules
 
     q: `[b, h, sq, d]`; k: `[b, hk, sk, d]`; v: `[b, hk, sk, dv]`. A query that attends nothing gives 0 and -inf.
     """
-    if not _fused_in_torch(q, k, v, rules):
+    if not _is_fused_in_torch(q, k, v, rules):
         return _blocks_forward(q, k, v, rules)
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, not rules.mask.is_full(), scale=rules.scale
@@ -216,7 +216,7 @@ def backward(
     rules: ScoreRules,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `forward` for q, k and v. grad, out: `[b, h, sq, dv]`; lse: `[b, h, sq]`."""
-    if not _fused_in_torch(q, k, v, rules):
+    if not _is_fused_in_torch(q, k, v, rules):
         return _blocks_backward(grad, q, k, v, out, lse, rules)
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, not rules.mask.is_full(), scale=rules.scale

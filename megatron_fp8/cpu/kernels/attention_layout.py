@@ -14,12 +14,7 @@ from torch import Tensor
 
 from megatron_fp8.cpu.enums import NVTE_QKV_Format, NVTE_QKV_Layout
 
-__all__ = [
-    "convert_bshd_to_thd",
-    "convert_thd_to_bshd",
-    "copy_to_kv_cache",
-    "thd_get_partitioned_indices",
-]
+__all__ = ["convert_bshd_to_thd", "convert_thd_to_bshd", "copy_to_kv_cache", "thd_get_partitioned_indices"]
 
 _AXES_TO_BHSD = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3)}
 
@@ -230,8 +225,7 @@ def copy_to_kv_cache(
 
 
 def _move_up(sources: list[int], lengths: list[int], *caches: Tensor) -> None:
-    """Close the gaps that finished sequences left: page i gets the tokens of page `sources[i]`, which is not before
-    it."""
+    """Close the gaps that finished sequences left: page i gets the tokens of page `sources[i]`, `sources[i] >= i`."""
     for target, (source, length) in enumerate(zip(sources, lengths, strict=True)):
         if source != target:
             for cache in caches:

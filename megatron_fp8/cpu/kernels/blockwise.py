@@ -19,10 +19,7 @@ from torch import Tensor
 
 from megatron_fp8.cpu.kernels.casts import FP8_MAX, decode_fp8, encode_fp8, scale_from_amax, torch_dtype
 
-__all__ = [
-    "fp8_block_scaling_compute_partial_amax",
-    "fp8_block_scaling_partial_cast",
-]
+__all__ = ["fp8_block_scaling_compute_partial_amax", "fp8_block_scaling_partial_cast"]
 
 Tile = tuple[int, int]
 _PARTS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")

@@ -18,11 +18,7 @@ from torch import Tensor
 
 from megatron_fp8.cpu.enums import DType
 
-__all__ = [
-    "FP8TensorMeta",
-    "compute_amax",
-    "fused_amax_and_scale_update_after_reduction",
-]
+__all__ = ["FP8TensorMeta", "compute_amax", "fused_amax_and_scale_update_after_reduction"]
 
 _TORCH_DTYPES = {
     DType.kByte: torch.uint8,

@@ -12,14 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp8.cpu.kernels.casts import (
-    FP8_MAX,
-    decode_fp8,
-    encode_fp8,
-    scale_from_amax,
-    tensor_amax,
-    torch_dtype,
-)
+from megatron_fp8.cpu.kernels.casts import FP8_MAX, decode_fp8, encode_fp8, scale_from_amax, tensor_amax, torch_dtype
 
 
 def quantize_float8(tensor: Tensor, quantizer: Any, output: Any, noop: bool) -> Any:

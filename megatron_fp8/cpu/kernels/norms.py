@@ -28,8 +28,7 @@ _OUTPUTS = {
 
 
 def check_forward(x: Tensor, gamma: Tensor, beta: Tensor | None, epsilon: float, output: Any, quantizer: Any) -> None:
-    """Raise RuntimeError for a forward pass that TE refuses. beta: None for RMSNorm; output: result's TE dtype before
-    `quantizer`."""
+    """Raise RuntimeError for a forward pass that TE refuses. beta: None for RMSNorm; output: before `quantizer`."""
     if beta is not None and gamma.shape != beta.shape:
         raise RuntimeError(f"Gamma and Beta must have the same shape: {list(gamma.shape)}, {list(beta.shape)}")
     if beta is not None and gamma.dtype != beta.dtype:
@@ -46,8 +45,7 @@ def check_forward(x: Tensor, gamma: Tensor, beta: Tensor | None, epsilon: float,
 
 
 def check_backward(x: Tensor, gamma: Tensor, gradients: dict[str, Tensor], statistics: dict[str, Tensor]) -> None:
-    """Raise RuntimeError for a backward pass that TE refuses. gradients, statistics: by name. TE copies non-contiguous
-    tensors."""
+    """Raise RuntimeError for a backward pass that TE refuses. TE copies non-contiguous tensors."""
     for name, gradient in gradients.items():
         if gradient.dtype != gamma.dtype:
             raise RuntimeError(f"{name} is {gradient.dtype}, gamma {gamma.dtype}: they must have the same dtype")
