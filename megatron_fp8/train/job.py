@@ -3,7 +3,6 @@
 Everything is handed on as an argument; nothing here computes.
 """
 
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +29,7 @@ from megatron_fp8.report.console import ConsoleSink
 from megatron_fp8.report.html import report_at_end
 from megatron_fp8.report.library_warnings import hide_meaningless_warnings
 from megatron_fp8.report.record import METRICS, Recorder, Sink, Value, drop_records_after
+from megatron_fp8.report.start_clock import StartClock
 from megatron_fp8.report.views import sinks_of_run
 from megatron_fp8.train.environment import warn_of_unmet_needs
 from megatron_fp8.train.start_record import start_record
@@ -47,12 +47,12 @@ class JobSummary:
 
 
 def run_job(
-    config: Config, vocab_size: int, start: Start, holds: Holds, started: float, quiet: bool = False
+    config: Config, vocab_size: int, start: Start, holds: Holds, clock: StartClock, quiet: bool = False
 ) -> JobSummary:
     """Train as `config`, already checked, says; `vocab_size` is that of the tokenizer, before padding.
 
     `start`: what the run starts from; on rank 0 that counts, and so does its config. `holds`: what rank 0 has kept from
-    being changed since it chose. `started`: when the program started, on the monotonic clock in seconds.
+    being changed since it chose. `clock`: times the start, since the program started.
     `quiet`: the console shows warnings and errors alone.
 
     Every rank of the job calls this. Raises what the parts raise; `run_directory` is None on ranks that write none.
@@ -71,6 +71,7 @@ def run_job(
     from megatron_fp8.train.rewind import train_to_the_end
     from megatron_fp8.train.setup import build_parts
 
+    clock.end_part("import")
     init_process_group(device.backend(config.parallel.distributed_backend), config.parallel.distributed_timeout_minutes)
     # Rank 0 alone chose, holding the run's lock.
     config, start = broadcast((config, start))
@@ -78,7 +79,7 @@ def run_job(
     layout = derive_layout(config, torch.distributed.get_world_size(), vocab_size)
     start, notes = verified_start(start, config)
     if start.is_finished(config.training.train_iters):
-        return _nothing_left(config, start, started)
+        return _nothing_left(config, start, clock)
     with ExitStack() as stack:
         run_directory, recorder = _open_run(config, start, holds, quiet)
         if run_directory is not None:
@@ -90,11 +91,14 @@ def run_job(
         everywhere = Path(broadcast(str(run_directory)))
         checkpoints = everywhere / CHECKPOINTS if config.checkpoint.save else None
         profiles = everywhere / PROFILES
+        clock.end_part("environment")
         parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder, checkpoints, profiles)
         stack.enter_context(watched(parts, run_directory))
         stack.enter_context(explaining_lost_ranks(parts.heartbeat, config.parallel.distributed_timeout_minutes))
+        clock.end_part("model")
         datasets_from = partial(build_datasets, config, Tokenizer.of(config.data), parts.reads_data)
         datasets = datasets_from(start.position)
+        clock.end_part("data")
         recorder.write("start", start_record(config, layout, device, run_directory))
         progress = None
         if start.checkpoint is not None:
@@ -102,12 +106,13 @@ def run_job(
             progress, lost = parts.checkpointer.load(start.checkpoint, interval, start.weights_only)
             after_all(holds.let_checkpoint_go)
             recorder.write("resume", _resumed(start, progress.state.iteration, [*notes, *lost]))
+            clock.end_part("checkpoint")
         reopen = partial(_reopen_record, config, run_directory, recorder, quiet)
-        result = train_to_the_end(parts, datasets, started, progress, datasets_from, reopen)
+        result = train_to_the_end(parts, datasets, clock, progress, datasets_from, reopen)
     # Not after an exception: other ranks may still be in a collective, for which this would wait.
     torch.distributed.destroy_process_group()
     losses = result.first_validation_loss, result.last_validation_loss
-    return JobSummary(run_directory, *losses, time.monotonic() - started, result.stopped)
+    return JobSummary(run_directory, *losses, clock.seconds, result.stopped)
 
 
 def _open_run(config: Config, start: Start, holds: Holds, quiet: bool) -> tuple[Path | None, Recorder]:
@@ -146,12 +151,12 @@ def _require_as_chosen(start: Start, run_directory: Path) -> None:
         )
 
 
-def _nothing_left(config: Config, start: Start, started: float) -> JobSummary:
+def _nothing_left(config: Config, start: Start, clock: StartClock) -> JobSummary:
     """The end of a job whose run has been finished before."""
     if torch.distributed.get_rank() == 0:
         print(start.finished(config.training.train_iters), flush=True)
     torch.distributed.destroy_process_group()
-    return JobSummary(start.run_directory, None, None, time.monotonic() - started, None)
+    return JobSummary(start.run_directory, None, None, clock.seconds, None)
 
 
 def _sinks(config: Config, run_directory: Path, quiet: bool, goes_on_from: int | None) -> list[Sink]:

@@ -4,7 +4,6 @@ Straight-line code over parts that were built elsewhere. Must not know how a ste
 holds, or where records go.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +16,7 @@ from megatron_fp8.faults.exit_codes import NonFiniteError
 from megatron_fp8.faults.heartbeat import Phase
 from megatron_fp8.faults.signals import StopSignals
 from megatron_fp8.precision.overflow import overflow_problem, overflows_in_a_row
+from megatron_fp8.report.start_clock import StartClock
 from megatron_fp8.train.bad_steps import Rewind, judge
 from megatron_fp8.train.checkpointing import Progress
 from megatron_fp8.train.evaluate import evaluate
@@ -39,12 +39,11 @@ class TrainResult:
 
 
 def train(
-    parts: TrainingParts, datasets: Datasets, started: float, progress: Progress | None = None, again: bool = False
+    parts: TrainingParts, datasets: Datasets, clock: StartClock, progress: Progress | None = None, again: bool = False
 ) -> TrainResult | Rewind:
     """Run the steps that are left, or those up to one after which the run has to go back to a checkpoint.
 
-    `started`: the job's start on the monotonic clock, in seconds. `progress`: where a checkpoint was made; None: at the
-    start. `again`: this job has trained before.
+    `clock`: of the job. `progress`: of a checkpoint; None: from scratch. `again`: this job has trained before.
     """
     training = parts.config.training
     if progress is None:
@@ -52,6 +51,7 @@ def train(
     if progress.state.iteration == 0:
         parts.heartbeat.enter(Phase.EVALUATION)
         progress = replace(progress, first_validation_loss=evaluate(parts, datasets.valid, progress.state))
+        clock.end_part("evaluation")
     last: float | None = None
     stopped: str | None = None
     rewind: Rewind | None = None
@@ -61,8 +61,9 @@ def train(
     ):
         iterators = loader.iterators(len(parts.chunks))
         pace = Pace(training.train_iters - progress.state.iteration)
+        clock.end_part("data")
         if not again:
-            parts.recorder.write("ready", {"seconds-to-first-step": time.monotonic() - started})
+            parts.recorder.write("ready", {"seconds-to-first-step": clock.seconds})
         _profile(parts, progress.state.iteration, pace)
         while progress.state.iteration < training.train_iters and stopped is None:
             outcome = _step(parts, iterators, progress, pace)
@@ -70,12 +71,14 @@ def train(
                 rewind = outcome
                 break
             progress = outcome
+            if (startup := clock.end("first-step")) is not None:
+                parts.recorder.write("startup", {"iteration": progress.state.iteration, **startup})
             _profile(parts, progress.state.iteration, pace)
             if _evaluates_after(parts.config, progress.state.iteration):
                 parts.heartbeat.enter(Phase.EVALUATION)
                 with pace.paused(EVALUATE):
                     last = evaluate(parts, datasets.valid, progress.state)
-            stopped = _stop_reason(parts.config, progress.state.iteration, signals, started)
+            stopped = _stop_reason(parts.config, progress.state.iteration, signals, clock)
             ends = stopped is not None or progress.state.iteration == training.train_iters
             parts.heartbeat.enter(Phase.CHECKPOINT)
             with pace.paused(SAVE_CHECKPOINT):
@@ -91,7 +94,7 @@ def train(
             "iteration": progress.state.iteration,
             "lm loss validation at start": progress.first_validation_loss,
             "lm loss validation": last,
-            "seconds": time.monotonic() - started,
+            "seconds": clock.seconds,
             "stopped": stopped,
         },
     )
@@ -139,11 +142,11 @@ def _profile(parts: TrainingParts, iteration: int, pace: Pace, ends: bool = Fals
             parts.profiler.change(iteration)
 
 
-def _stop_reason(config: Config, iteration: int, signals: StopSignals, started: float) -> str | None:
+def _stop_reason(config: Config, iteration: int, signals: StopSignals, clock: StartClock) -> str | None:
     """Why the run ends after this step, if it does; the same on every rank."""
     settings = config.checkpoint
     minutes = settings.exit_duration_in_mins
-    told = signals.vote(also=minutes is not None and time.monotonic() - started >= 60 * minutes)
+    told = signals.vote(also=minutes is not None and clock.seconds >= 60 * minutes)
     if told is None and settings.exit_interval is not None and iteration % settings.exit_interval == 0:
         return f"checkpoint.exit_interval={settings.exit_interval}"
     return told

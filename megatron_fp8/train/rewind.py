@@ -22,6 +22,7 @@ from megatron_fp8.data.dataset import Datasets
 from megatron_fp8.faults.exit_codes import RewindError
 from megatron_fp8.faults.heartbeat import Phase
 from megatron_fp8.parallel.object_collectives import broadcast
+from megatron_fp8.report.start_clock import StartClock
 from megatron_fp8.train.bad_steps import Rewind
 from megatron_fp8.train.checkpointing import Progress
 from megatron_fp8.train.interval import IntervalLoss
@@ -33,7 +34,7 @@ from megatron_fp8.train.state import TrainState
 def train_to_the_end(
     parts: TrainingParts,
     datasets: Datasets,
-    started: float,
+    clock: StartClock,
     progress: Progress | None,
     datasets_from: Callable[[Position], Datasets],
     reopen_record: Callable[[int], None],
@@ -42,10 +43,10 @@ def train_to_the_end(
 
     `datasets_from`: makes the datasets of a run that goes on at a position, which needs more samples than before.
     """
-    result = train(parts, datasets, started, progress)
+    result = train(parts, datasets, clock, progress)
     while isinstance(result, Rewind):
         progress = go_back(parts, result, reopen_record)
-        result = train(parts, datasets_from(progress.state.position), started, progress, again=True)
+        result = train(parts, datasets_from(progress.state.position), clock, progress, again=True)
     return result
 
 
