@@ -79,12 +79,12 @@ def run_small(
     try:
         steps = []
         for _ in range(num_steps):
-            result = parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+            result = parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
             if not result.skipped:
                 parts.schedule.step(1)
             validation = None
             if evaluate:
-                validation = parts.stepper.evaluate(batches(parts), parts.batch_shape).reduced_mean()
+                validation = parts.stepper.evaluate(batches(parts), parts.batches.shape).reduced_mean()
             steps.append(StepRecord(result.loss.reduced_mean(), result.grad_norm, validation))
         groups = parts.groups
         coordinates = {"tp": groups.tp.rank(), "pp": groups.pp.rank(), "dp": groups.dp.rank()}

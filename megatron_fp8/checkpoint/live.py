@@ -29,6 +29,7 @@ from megatron_fp8.checkpoint.manifest import CheckpointError
 from megatron_fp8.checkpoint.plain_index import FP8_WEIGHT, FP8_WEIGHT_SCALE, PRECISION, STREAM
 from megatron_fp8.checkpoint.rank_io import all_or_none, unclaimed
 from megatron_fp8.checkpoint.tensor_files import TensorReader, scaling_state
+from megatron_fp8.config.problem import first_few
 from megatron_fp8.optim.state import (
     MASTER,
     NAMES,
@@ -45,7 +46,6 @@ from megatron_fp8.precision.manager import PrecisionManager
 _SCALES = "state_scales"
 # Scaling state reports itself what it cannot use. Weights are not needed where the master weights are not rounded.
 _NOT_STATES = (PRECISION, FP8_WEIGHT, FP8_WEIGHT_SCALE, f"{WEIGHT}.")
-_MAX_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class LiveState:
         states = [state for state in states if state[1] != WEIGHT or has_weights]
         mine = {content.key for _, _, content in states}
         unknown = _unknown_states(directory, unclaimed(sorted(saved.index), mine, self.device))
-        with all_or_none(self.device):
+        with all_or_none():
             _require_same_model(directory, saved, [content for _, _, content in states])
             self._load_states(saved, states, with_scales=not weights_only)
             weights = [] if weights_only else list(self._saved_fp8_weights(saved))
@@ -203,13 +203,8 @@ def _unknown_states(directory: Path, names: Sequence[str]) -> list[str]:
     unknown = [name for name in names if not name.startswith(_NOT_STATES) and "@" not in name]
     masters = [name for name in unknown if name.startswith(f"{MASTER}.")]
     if masters:
-        raise CheckpointError(f"{directory} belongs to another model: this one has no {_some(masters, ', ')}")
-    return [f"tensors that this version does not know are not loaded: {_some(unknown, ', ')}"] if unknown else []
-
-
-def _some(texts: Sequence[str], separator: str) -> str:
-    more = f", and {len(texts) - _MAX_NAMED} more" if len(texts) > _MAX_NAMED else ""
-    return f"{separator.join(texts[:_MAX_NAMED])}{more}"
+        raise CheckpointError(f"{directory} belongs to another model: this one has no {first_few(masters)}")
+    return [f"tensors that this version does not know are not loaded: {first_few(unknown)}"] if unknown else []
 
 
 def _require_same_model(directory: Path, saved: TensorReader, contents: Sequence[Content]) -> None:
@@ -221,4 +216,4 @@ def _require_same_model(directory: Path, saved: TensorReader, contents: Sequence
         elif stored.shape != shape:
             wrong.append(f"{key} has shape {list(stored.shape)}, this model's is {list(shape)}")
     if wrong:
-        raise CheckpointError(f"{directory} belongs to another model: {_some(wrong, '; ')}")
+        raise CheckpointError(f"{directory} belongs to another model: {first_few(wrong, '; ')}")

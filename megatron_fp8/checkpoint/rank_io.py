@@ -16,7 +16,7 @@ from megatron_fp8.errors import BadInputError
 from megatron_fp8.parallel.object_collectives import all_gather, broadcast
 
 
-def on_rank_0(action: Callable[[], Any], device: torch.device) -> None:
+def on_rank_0(action: Callable[[], Any]) -> None:
     """Run `action` on rank 0 while the others wait; all raise CheckpointError if it fails."""
     error: Exception | None = None
     if torch.distributed.get_rank() == 0:
@@ -24,35 +24,23 @@ def on_rank_0(action: Callable[[], Any], device: torch.device) -> None:
             action()
         except (CheckpointError, OSError) as caught:
             error = caught
-    failed = torch.tensor([error is not None], dtype=torch.int32, device=device)
-    torch.distributed.broadcast(failed, src=0)
-    if error is not None:
-        raise CheckpointError(str(error)) from error
-    if failed.item():
-        raise CheckpointError("rank 0 failed; see its own error")
-
-
-def after_all(action: Callable[[], None]) -> None:
-    """Run `action` once every rank has called this, for instance to release a lock. Collective."""
-    torch.distributed.barrier()
-    action()
+    reason = broadcast(None if error is None else str(error))
+    if reason is not None:
+        raise CheckpointError(reason) from error
 
 
 @contextmanager
-def all_or_none(device: torch.device) -> Iterator[None]:
+def all_or_none() -> Iterator[None]:
     """All ranks raise CheckpointError with the reasons if any rank fails inside, where nothing is collective."""
     error: Exception | None = None
     try:
         yield
     except (CheckpointError, OSError) as caught:
         error = caught
-    failed = torch.tensor([error is not None], dtype=torch.int32, device=device)
-    torch.distributed.all_reduce(failed)
-    if not failed.item():
-        return
     reasons = all_gather(None if error is None else str(error))
-    found = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
-    raise CheckpointError(found) from error
+    failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+    if failed:
+        raise CheckpointError("; ".join(failed)) from error
 
 
 def unclaimed(names: Sequence[str], mine: Collection[str], device: torch.device) -> list[str]:

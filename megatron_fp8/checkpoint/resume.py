@@ -12,12 +12,10 @@ from pathlib import Path
 
 from megatron_fp8.checkpoint.directory import CHECKPOINTS, TRACKER, CheckpointDirectory, find_directory
 from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, find_corruption, read_manifest
-from megatron_fp8.config.problem import ConfigError, Problem
+from megatron_fp8.config.problem import ConfigError, Problem, first_few
 from megatron_fp8.config.run_start import START, Holds, Position, Resume, Start
 from megatron_fp8.config.rundir import reopen_run_directory
 from megatron_fp8.config.schema import Config
-
-_MAX_PROBLEMS = 4
 
 
 def choose_start(config: Config, resume: Resume | None, holds: Holds | None = None) -> Start:
@@ -88,20 +86,15 @@ def _newest_intact(directory: CheckpointDirectory, config: Config) -> tuple[int,
         problems = list(find_corruption(directory.path(iteration), contents=False))
         if not problems:
             break
-        corrupt += _first(problems)
+        corrupt.append(first_few(problems, "; "))
     else:
-        reason = f"every checkpoint in {directory.root} is corrupt: {'; '.join(_first(corrupt))}"
+        reason = f"every checkpoint in {directory.root} is corrupt: {first_few(corrupt, '; ')}"
         raise _mistake("run.name", config.run.name, reason, "checkpoint.load with a copy of one")
     notes = []
     if corrupt or iteration != _tracked(directory):
         chosen = f"using iteration {iteration}, the newest intact checkpoint; {TRACKER} says {_tracked(directory)}"
         notes.append("; ".join([chosen, *corrupt]))
     return iteration, notes
-
-
-def _first(problems: list[str]) -> list[str]:
-    more = len(problems) - _MAX_PROBLEMS
-    return [*problems[:_MAX_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]
 
 
 def start_from(start: Start, checkpoint: Path) -> Start:

@@ -73,7 +73,7 @@ class CheckpointWriter:
             raise RuntimeError("a checkpoint is still being written")
         started = time.monotonic()
         path = self._directory.incomplete(manifest.iteration)
-        on_rank_0(lambda: self._directory.begin(manifest.iteration), self._live.device)
+        on_rank_0(lambda: self._directory.begin(manifest.iteration))
         copies = [piece for content in self._live.contents(own or {}) if content.is_mine for piece in content.pieces()]
         rank = torch.distributed.get_rank()
         writer: WriterProcess | OSError
@@ -103,7 +103,7 @@ class CheckpointWriter:
         self._pending = None
         iteration = pending.manifest.iteration
         try:
-            with all_or_none(self._live.device):
+            with all_or_none():
                 if isinstance(pending.writer, OSError):
                     raise pending.writer
                 if (reason := pending.writer.wait()) is not None:
@@ -115,7 +115,7 @@ class CheckpointWriter:
                 f"the checkpoint of iteration {iteration} could not be written: {error} ({free}). "
                 f"The latest checkpoint is that of iteration {self._directory.latest()}"
             ) from error
-        on_rank_0(lambda: self._commit(pending.manifest), self._live.device)
+        on_rank_0(lambda: self._commit(pending.manifest))
         now = time.monotonic()
         return SavedCheckpoint(
             self._directory.path(iteration),

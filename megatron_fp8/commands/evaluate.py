@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = parser.parse_args(arguments)
     require_parent(parser, "--json", settings.json)
     # They import torch, which --help does without.
-    from megatron_fp8.faults.report import run_reporting
+    from megatron_fp8.faults.failure_report import run_reporting
     from megatron_fp8.parallel.process_group import global_rank, world_size
 
     with ExitStack() as kept:

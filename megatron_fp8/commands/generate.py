@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exit codes as above."""
     s = make_parser().parse_intermixed_args(arguments)
     # They import torch, which --help does without.
-    from megatron_fp8.faults.report import run_reporting
+    from megatron_fp8.faults.failure_report import run_reporting
     from megatron_fp8.parallel.process_group import global_rank, world_size
 
     options = _Options(
@@ -198,8 +198,7 @@ def _run(job: _Job, options: _Options) -> None:
 
 
 def _generate(job: _Job, model: LoadedModel, options: _Options, writes: bool) -> None:
-    from megatron_fp8.generate.generation import Limits, generate
-    from megatron_fp8.generate.sampling import Sampling
+    from megatron_fp8.generate.generation import Limits, Sampling, generate
 
     limits = Limits(options.max_new_tokens, job.tokenizer.eod_id)
     sampling = Sampling(options.greedy, options.temperature, options.top_k, options.top_p)

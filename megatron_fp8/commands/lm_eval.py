@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if settings.log_samples and output is None:
         parser.error("--log-samples needs --output-path FILE")
     # They import torch, which --help does without.
-    from megatron_fp8.faults.report import run_reporting
+    from megatron_fp8.faults.failure_report import run_reporting
     from megatron_fp8.parallel.process_group import global_rank, world_size
 
     with ExitStack() as kept:

@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     set_variables(run_variables(command.config))
     clock.end_part("config")
     from megatron_fp8.faults.exit_codes import ExitCode
-    from megatron_fp8.faults.report import run_reporting
+    from megatron_fp8.faults.failure_report import run_reporting
     from megatron_fp8.parallel.process_group import global_rank
     from megatron_fp8.train.job import run_job
 

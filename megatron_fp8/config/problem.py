@@ -49,6 +49,11 @@ class ConfigError(BadInputError):
         return error
 
 
+def first_few(texts: Sequence[str], separator: str = ", ", most: int = 5) -> str:
+    """The first `most` texts, and how many more there are."""
+    return separator.join([*texts[:most], *([f"and {len(texts) - most} more"] if len(texts) > most else [])])
+
+
 def show_value(value: Any) -> str:
     """`value` as it would be written in a config, cut where it is too long to read."""
     if value is None:

@@ -18,9 +18,8 @@ from lm_eval.utils import get_rolling_token_windows
 from megatron_fp8.data.tokenizer import Tokenizer
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.evaluate.scoring import Request, Scorer
-from megatron_fp8.generate.generation import Limits, generate
+from megatron_fp8.generate.generation import Limits, Sampling, generate
 from megatron_fp8.generate.loaded_model import LoadedModel
-from megatron_fp8.generate.sampling import Sampling
 from megatron_fp8.parallel.object_collectives import all_gather
 
 _IGNORED_WHEN_GREEDY = {"temperature", "top_k", "top_p"}

@@ -21,5 +21,5 @@ class NonFiniteError(ArithmeticError):
     """The loss or the gradient norm became NaN or infinite."""
 
 
-class RewindError(RuntimeError):
+class RollbackError(RuntimeError):
     """A run has to go back to a checkpoint and cannot, or has done so as often as it may."""

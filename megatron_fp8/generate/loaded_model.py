@@ -26,6 +26,7 @@ from megatron_fp8.checkpoint.manifest import CheckpointError
 from megatron_fp8.checkpoint.plain_index import FP8_WEIGHT, FP8_WEIGHT_SCALE, MASTER, PRECISION, WEIGHT
 from megatron_fp8.checkpoint.saved_model import SavedModel
 from megatron_fp8.config.layout import Layout, derive_layout
+from megatron_fp8.config.problem import first_few
 from megatron_fp8.config.schema import Config
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.model.sharding import ParameterSharding, parameter_sharding
@@ -147,7 +148,7 @@ def _fill(stages: Sequence[GPTStage], reader: TensorReader, activation: str, gro
     named = list(global_parameters(stages))
     missing = [name for name, _ in named if MASTER + name not in reader.index]
     if missing:
-        raise CheckpointError(f"the checkpoint lacks tensors of the model in its config: {', '.join(missing[:5])}")
+        raise CheckpointError(f"the checkpoint lacks tensors of the model in its config: {first_few(missing)}")
     for name, parameter in named:
         sharding = parameter_sharding(name, activation)
         if not isinstance(parameter, QuantizedTensor):

@@ -11,13 +11,21 @@ from typing import TYPE_CHECKING
 from megatron_fp8.checkpoint.manifest import CheckpointError, find_corruption
 from megatron_fp8.checkpoint.plain_index import MASTER
 from megatron_fp8.checkpoint.saved_model import kept_checkpoint, read_config
+from megatron_fp8.config.problem import first_few
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.tokenizer import AUTO, END_OF_DOCUMENT, HUGGING_FACE, Tokenizer
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf import config_json, tensor_groups
-from megatron_fp8.hf.folder import new_folder, require_new, write_shards
+from megatron_fp8.hf.folder import (
+    TOKENIZER,
+    copy_tokenizer,
+    describe_tokenizer,
+    new_folder,
+    require_new,
+    require_tokenizer,
+    write_shards,
+)
 from megatron_fp8.hf.mapping import OnTensor, TensorGroup, to_theirs
-from megatron_fp8.hf.tokenizer_files import TOKENIZER, copy_tokenizer, describe_tokenizer, require_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,7 +135,7 @@ def _require_tensors(checkpoint: Path, reader: TensorReader, groups: Sequence[Te
         elif stored.shape != shape:
             wrong.append(f"{name} has shape {list(stored.shape)}; its config makes it {list(shape)}")
     if wrong:
-        raise CheckpointError(f"{checkpoint} does not hold the model in its config: {'; '.join(wrong[:5])}")
+        raise CheckpointError(f"{checkpoint} does not hold the model in its config: {first_few(wrong, '; ')}")
 
 
 def _tensors(reader: TensorReader, groups: Sequence[TensorGroup], on_tensor: OnTensor) -> Iterator[tuple[str, Tensor]]:

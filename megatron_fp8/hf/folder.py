@@ -1,8 +1,7 @@
-"""Reads and writes Hugging Face folders of safetensors files, a tensor at a time.
+"""Reads and writes Hugging Face folders: safetensors files, a tensor at a time, and tokenizer files.
 
-A file is an 8-byte length, a JSON header with every tensor's place, and the bytes (the safetensors format); names and
-shapes are known before the values, so the header is written first. Reading looks at headers alone. Imports torch only
-to write.
+A safetensors file is an 8-byte length, a JSON header with every tensor's place, and the bytes; names and shapes are
+known before the values, so the header is written first. Reading looks at headers alone. Imports torch only to write.
 """
 
 from __future__ import annotations
@@ -14,11 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from megatron_fp8.checkpoint.manifest import sync
+from megatron_fp8.config.problem import first_few
+from megatron_fp8.data.tokenizer import Tokenizer, TokenizerError
+from megatron_fp8.data.tokenizer_kinds import EOD
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf.mapping import Shape, TensorGroup
 
@@ -28,11 +30,14 @@ if TYPE_CHECKING:
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TIED_HEAD = "lm_head.weight"
+TOKENIZER = "tokenizer.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+# Optional files that belong to a tokenizer.
+_COMPANIONS = (_TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
 _DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 _ALIGNMENT_BYTES = 8
 # Buffers that transformers before version 5 saved: the causal mask, RoPE's frequencies.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-_MAX_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -81,10 +86,8 @@ def find_weights(folder: Path, groups: Iterable[TensorGroup], tied: bool) -> dic
         found[TIED_HEAD] = stored.pop(TIED_HEAD)
     wrong += [f"{name} is not part of the model" for name in stored if not name.endswith(_BUFFERS)]
     if wrong:
-        more = f"\n  and {len(wrong) - _MAX_SHOWN} more" if len(wrong) > _MAX_SHOWN else ""
-        raise BadInputError(
-            f"{folder} does not hold the model in its config.json:\n  " + "\n  ".join(wrong[:_MAX_SHOWN]) + more
-        )
+        shown = first_few(wrong, "\n  ", 8)
+        raise BadInputError(f"{folder} does not hold the model in its config.json:\n  {shown}")
     return found
 
 
@@ -196,3 +199,70 @@ def _bytes(name: str, tensor: Tensor, dtype: torch.dtype) -> memoryview:
         largest = tensor.abs().max().item()
         raise BadInputError(f"{name} reaches {largest:.3g}, out of range of {str(dtype)[6:]}; use --dtype fp32 or bf16")
     return rounded.reshape(-1).view(torch.uint8).numpy().data
+
+
+def require_tokenizer(path: Path) -> Path:
+    """`path`; BadInputError if there is no such file."""
+    if path.is_file():
+        return path
+    raise BadInputError(
+        f"{path} does not exist, and a model without its tokenizer is of little use: use --tokenizer FILE, or "
+        "--no-tokenizer. For slow tokenizers, transformers' AutoTokenizer.from_pretrained(FOLDER)"
+        ".save_pretrained(FOLDER) creates the file"
+    )
+
+
+def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    """Copy a tokenizer and the optional files beside it into `folder`."""
+    shutil.copyfile(tokenizer, folder / TOKENIZER)
+    for name in _COMPANIONS:
+        if tokenizer.with_name(name).is_file():
+            shutil.copyfile(tokenizer.with_name(name), folder / name)
+
+
+def describe_tokenizer(folder: Path, num_positions: int, eod_token: str) -> dict[str, int]:
+    """Make the copied tokenizer loadable by transformers; the ids of its special tokens, for `config.json`.
+
+    Without a `tokenizer_config.json`, the end-of-document token is also BOS and EOS, as in GPT-2. It is the padding
+    token too, since Trainer wants one; not in `config.json`, which would freeze its embedding.
+    """
+    path = folder / _TOKENIZER_CONFIG
+    if path.is_file():
+        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    else:
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": eod_token,
+            "eos_token": eod_token,
+            "pad_token": eod_token,
+            "model_max_length": num_positions,
+            "clean_up_tokenization_spaces": False,
+        }
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    ids = _added_tokens(folder / TOKENIZER)
+    found = {}
+    for name in ("bos_token", "eos_token"):
+        token = settings.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        if content in ids:
+            found[f"{name}_id"] = ids[content]
+    return found
+
+
+def ends_documents(tokenizer: Path) -> bool:
+    """Whether a tokenizer has an end-of-document token. Raises TokenizerError for an invalid file."""
+    try:
+        Tokenizer.load(tokenizer)
+    except TokenizerError as error:
+        if error.key != EOD:
+            raise
+        return False
+    return True
+
+
+def _added_tokens(tokenizer: Path) -> dict[str, int]:
+    try:
+        tokens = json.loads(tokenizer.read_text(encoding="utf-8")).get("added_tokens", [])
+        return {token["content"]: token["id"] for token in tokens}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise BadInputError(f"{tokenizer} is not a tokenizer.json of the tokenizers library: {error!r}") from error

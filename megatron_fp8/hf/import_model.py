@@ -23,9 +23,18 @@ from megatron_fp8.config.load import dump_config
 from megatron_fp8.config.schema import Config, ModelConfig
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf import read_model, tensor_groups
-from megatron_fp8.hf.folder import TIED_HEAD, StoredWeight, find_weights, new_folder, require_new
+from megatron_fp8.hf.folder import (
+    TIED_HEAD,
+    TOKENIZER,
+    StoredWeight,
+    copy_tokenizer,
+    ends_documents,
+    find_weights,
+    new_folder,
+    require_new,
+    require_tokenizer,
+)
 from megatron_fp8.hf.mapping import OnTensor, TensorGroup, to_ours
-from megatron_fp8.hf.tokenizer_files import TOKENIZER, copy_tokenizer, ends_documents, require_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor

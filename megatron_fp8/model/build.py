@@ -6,7 +6,7 @@ Must not know the optimizer or the loop.
 from collections.abc import Iterator, Sequence
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 from megatron_fp8.config.layout import Layout
@@ -65,11 +65,6 @@ def build_model(
             )
         )
     attach_layers(precision, stages)
-    megatron_config = stages[0].config
-    megatron_config.finalize_model_grads_func = finalize_model_grads
-    if config.parallel.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in chunks]
-        megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return chunks
 
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformer_engine.pytorch.attention import InferenceParams, RotaryPositionEmbedding
 
 from megatron_fp8.config.schema import ModelConfig
-from megatron_fp8.model.embedding import Embedding
-from megatron_fp8.model.layers import LayerFactory, attention_arguments
+from megatron_fp8.model.layers import Embedding, LayerFactory, attention_arguments, set_qkv_format
 from megatron_fp8.precision.manager import PrecisionManager
 
 
@@ -179,12 +178,13 @@ class GPTStage(MegatronModule):
         self, hidden: Tensor, cu_seqlens: Tensor | None, longest: int, cache: InferenceParams | None = None
     ) -> Tensor:
         rope = self.rotary(max(self._factory.seq_length, longest)) if self.rotary is not None else None
+        attention = attention_arguments(cu_seqlens, longest, cache)
         for index, layer in enumerate(self.layers):
             number = self.spec.first_layer + index
             # In evaluation the weights are quantized anew and the cache of the training step is left alone.
             caches = self._precision.runs_in_fp8(number) and (torch.is_grad_enabled() or cache is not None)
             first = self.is_first_microbatch if caches else None
-            attention = attention_arguments(layer, cu_seqlens, longest, cache)
+            set_qkv_format(layer, packed=cu_seqlens is not None)
             with self._precision.region(number):
                 if index < self._recompute and torch.is_grad_enabled():
                     hidden = te.checkpoint(

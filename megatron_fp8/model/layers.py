@@ -3,12 +3,15 @@
 Must not know pipeline stages or when the modules run.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
 from megatron.core import tensor_parallel
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformer_engine.pytorch.attention import InferenceParams, RotaryPositionEmbedding
@@ -114,21 +117,63 @@ class LayerFactory:
         )
 
 
-def attention_arguments(
-    layer: nn.Module, cu_seqlens: Tensor | None, longest: int, cache: InferenceParams | None = None
-) -> dict[str, Any]:
-    """What a call of TE's `layer` takes for documents kept apart, of at most `longest` tokens; nothing without them.
+def set_qkv_format(layer: nn.Module, packed: bool) -> None:
+    """Tell TE's `layer` whether its next inputs are packed documents `[t, h]`, or `[s, b, h]`.
 
-    TE has the mask as an argument of the call, but the layout only as an attribute of the module, read at each call.
-    With `cu_seqlens` int32 `[n + 1]` the layer's input is `[t, h]`. A constant `longest` spares the search for the
-    longest document, for which host and device would wait for each other, and another kernel for every length.
+    TE takes the mask as an argument of the call, but reads this from an attribute of the module at each call.
     """
     attention = layer.self_attention
     assert isinstance(attention, te.MultiheadAttention)
-    attention.qkv_format = "sbhd" if cu_seqlens is None else "thd"
+    attention.qkv_format = "thd" if packed else "sbhd"
+
+
+def attention_arguments(
+    cu_seqlens: Tensor | None, longest: int, cache: InferenceParams | None = None
+) -> dict[str, Any]:
+    """What a call of TE's layer takes for packed documents of at most `longest` tokens; nothing without them.
+
+    `cu_seqlens`: int32 `[n + 1]`. A constant `longest` spares the search for the longest document, for which host and
+    device would wait for each other, and another kernel for every length.
+    """
     if cache is not None:
         # The cache knows each sample's length.
         return {"self_attn_mask_type": "padding_causal", "inference_params": cache}
     if cu_seqlens is None:
         return {}
     return {"self_attn_mask_type": "padding_causal", "cu_seqlens_q": cu_seqlens, "max_seqlen_q": longest}
+
+
+class Embedding(nn.Module):
+    """Vocabulary-parallel word embedding, plus a learned position table if `num_positions` is given."""
+
+    def __init__(
+        self, config: TransformerConfig, padded_vocab_size: int, num_positions: int | None, tp: ProcessGroup
+    ) -> None:
+        super().__init__()
+        self._sequence_parallel = config.sequence_parallel
+        self._deterministic = config.deterministic_mode
+        self._tp = tp
+        self.word_embeddings = tensor_parallel.VocabParallelEmbedding(
+            padded_vocab_size, config.hidden_size, init_method=config.init_method, config=config, tp_group=tp
+        )
+        self.position_embeddings: nn.Embedding | None = None
+        if num_positions is not None:
+            weight = self.word_embeddings.weight
+            self.position_embeddings = nn.Embedding(
+                num_positions, config.hidden_size, device=weight.device, dtype=weight.dtype
+            )
+        self._dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        """Embed `tokens` `[b, s]`; returns `[s, b, h]`, or `[s / tp, b, h]` with sequence parallelism."""
+        hidden = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            table = self.position_embeddings
+            # As Megatron's word embedding does; torch makes the backward pass of indexing one of a fixed order.
+            hidden = hidden + (table.weight[position_ids] if self._deterministic else table(position_ids))
+        hidden = hidden.transpose(0, 1).contiguous()
+        if not self._sequence_parallel:
+            return self._dropout(hidden)
+        hidden = tensor_parallel.scatter_to_sequence_parallel_region(hidden, group=self._tp)
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return self._dropout(hidden)

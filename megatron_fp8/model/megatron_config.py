@@ -1,9 +1,17 @@
-"""Owns the translation of our config into Megatron Core's `TransformerConfig` and DDP config.
+"""Translates the config into Megatron Core's `TransformerConfig` and DDP config. Nothing else writes to them."""
 
-Must not know modules.
-"""
+from __future__ import annotations
 
-from megatron.core.distributed import DistributedDataParallelConfig
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -64,3 +72,31 @@ def ddp_config(config: Config, policy: PrecisionPolicy) -> DistributedDataParall
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         average_in_collective=False,
     )
+
+
+def connect_training(
+    config: Config,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    timers: Callable[..., Any],
+    gradient_span: AbstractContextManager[None],
+) -> None:
+    """Complete the `TransformerConfig` that all chunks share with what Megatron's schedules call during training.
+
+    It exists before the chunks and the optimizer do. `timers`: Megatron's protocol of timers; `gradient_span`: entered
+    around all that is done with gradients at the end of a schedule.
+    """
+
+    def finalize(*arguments: Any, **keywords: Any) -> None:
+        with gradient_span:
+            finalize_model_grads(*arguments, **keywords)
+
+    shared = chunks[0].config
+    shared.timers = timers
+    shared.barrier_with_L1_time = False
+    shared.finalize_model_grads_func = finalize
+    if config.parallel.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        shared.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    if config.precision.mode == "fp16":
+        shared.grad_scale_func = optimizer.scale_loss

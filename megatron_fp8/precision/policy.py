@@ -13,6 +13,8 @@ Fp8Format = Literal["hybrid", "e4m3"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 # Names of the lists in which a checkpoint's manifest has the state of the FP8 fallback.
 FALLBACK_LISTS = (FALLEN_BACK, COUNTED_LAYERS, COUNTS) = ("fallen_back", "counted_layers", "counts")
+# A run that recovers may overflow in a few consecutive batches, but not in this many.
+_MAX_CONSECUTIVE_OVERFLOWS = 10
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,39 @@ class OptimizerFormats:
 
 @dataclass(frozen=True)
 class LossScaling:
-    """FP16 loss scaling; `constant` None: dynamic (Megatron's `DynamicGradScaler`)."""
+    """FP16 loss scaling; `constant` None: dynamic (Megatron's `DynamicGradScaler`).
+
+    A step that overflows is skipped and lowers a dynamic scale: routine, because the scale is raised until that
+    happens. A scale that is constant or at its minimum cannot fall, and Megatron would skip forever.
+    """
 
     constant: float | None
     initial: float
     minimum: float
     growth_interval: int
     hysteresis: int
+
+    def overflows_in_a_row(self, before: int, skipped: bool, loss_scale: float) -> int:
+        """Consecutive steps up to this one that overflowed under a scale that cannot fall.
+
+        `before`: up to the previous step; `loss_scale`: after this step.
+        """
+        falls = self.constant is None and loss_scale > self.minimum
+        return before + 1 if skipped and not falls else 0
+
+    def overflow_problem(self, consecutive: int, loss_scale: float) -> str | None:
+        """The error after too many of these overflows, else None."""
+        if consecutive < _MAX_CONSECUTIVE_OVERFLOWS:
+            return None
+        if self.constant is None:
+            why = f"precision.min_loss_scale={self.minimum:g}; lower it if the activations are finite"
+        else:
+            why = f"precision.loss_scale={self.constant:g} is constant; null makes it dynamic"
+        return (
+            f"gradients were not finite in {consecutive} consecutive steps, under a loss scale of {loss_scale:g} that "
+            f"cannot fall further ({why}). Use precision.mode=bf16, lower optimizer.lr, lengthen "
+            "optimizer.lr_warmup_iters, or inspect the data of these steps"
+        )
 
 
 @dataclass(frozen=True)

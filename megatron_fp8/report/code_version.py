@@ -1,7 +1,9 @@
-"""Says which code a run is of: the package's version and, in a checkout, git's commit. Imports no torch."""
+"""Says what code a run is of: versions of packages and, in a checkout, git's commit. Imports no torch."""
 
+import platform
 import subprocess
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,13 @@ from megatron_fp8 import __version__
 
 _ROOT = Path(__file__).parents[2]
 _MAX_SECONDS = 10.0
+_PACKAGES = ("torch", "megatron-core", "transformer-engine")
+
+
+def versions() -> dict[str, str]:
+    """Of this program, of the packages that numbers depend on, and of Python."""
+    packages = {name: version(name) for name in _PACKAGES}
+    return {"megatron-fp8": __version__, **packages, "python": platform.python_version()}
 
 
 def code_version() -> dict[str, str | bool]:

@@ -1,4 +1,4 @@
-"""Owns when a run's checkpoints are written, what is recorded of them, and the way back from one.
+"""Writes a run's checkpoints when it is time, records them, and resumes from one.
 
 Must not know what a checkpoint holds or how it is written.
 """
@@ -15,13 +15,13 @@ from megatron_fp8.checkpoint.save import CheckpointWriter, SavedCheckpoint
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.load import dump_config
 from megatron_fp8.config.schema import Config
-from megatron_fp8.faults.spike import RecentLosses
+from megatron_fp8.monitors.fp8_health import Fp8HealthMonitor
+from megatron_fp8.monitors.spike import RecentLosses
 from megatron_fp8.precision.policy import FALLBACK_LISTS
+from megatron_fp8.report.code_version import versions
 from megatron_fp8.report.record import Recorder
-from megatron_fp8.train.health import HealthWatch
-from megatron_fp8.train.interval import IntervalLoss
 from megatron_fp8.train.state import TrainState
-from megatron_fp8.train.versions import versions
+from megatron_fp8.train.step import IntervalLoss
 
 _INTERVAL = "interval_loss"
 
@@ -48,7 +48,7 @@ class Checkpointer:
         layout: Layout,
         directory: Path | None,
         live: LiveState,
-        health: HealthWatch,
+        health: Fp8HealthMonitor,
         recorder: Recorder,
     ) -> None:
         self._config = config
@@ -126,10 +126,7 @@ class Checkpointer:
             return
         settings, directory = self._config.checkpoint, self._directory
         removed: list[int] = []
-        on_rank_0(
-            lambda: removed.extend(directory.prune(settings.keep_last, settings.save_retain_interval)),
-            self.live.device,
-        )
+        on_rank_0(lambda: removed.extend(directory.prune(settings.keep_last, settings.save_retain_interval)))
         self._recorder.write(
             "checkpoint",
             {

@@ -1,42 +1,45 @@
-"""Owns an evaluation during training: the losses of the validation sets, their total, and what is recorded of them.
+"""Evaluates during training: the losses of the validation sets, their total, and the records of them.
 
 Must not know when evaluations happen or how samples are drawn.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from megatron_fp8.data.validation import ValidationSet
-from megatron_fp8.train.parts import TrainingParts
+from megatron_fp8.monitors.protocol import Event
+from megatron_fp8.report.record import Value
+from megatron_fp8.train.batches import Batches
 from megatron_fp8.train.state import TrainState
-from megatron_fp8.train.step import LossSum, mean_loss
+from megatron_fp8.train.step import LossSum, Stepper, mean_loss
 
 SERIES = "lm loss validation"
 PERPLEXITY = "lm loss validation ppl"
 
 
-def evaluate(parts: TrainingParts, sets: Sequence[ValidationSet], state: TrainState) -> float | None:
-    """The total loss over the validation sets in nats per token, recorded with each set's own.
+def evaluate(
+    stepper: Stepper, batches: Batches, sets: Sequence[ValidationSet], state: TrainState
+) -> tuple[float | None, list[Event]]:
+    """The total loss over the validation sets in nats per token, and the records of it and of each set's own.
 
     None without sets, or where none of their tokens counts: then, as for a set without such a token, there is a note
     instead of a number. Collective over all ranks. Training state is left as it was.
     """
     if not sets:
-        return None
-    sums = torch.stack([_loss_of(parts, validation_set).sum_and_tokens for validation_set in sets])
+        return None, []
+    sums = torch.stack([_loss_of(stepper, batches, validation_set).sum_and_tokens for validation_set in sets])
     torch.distributed.all_reduce(sums)
     losses = [mean_loss(row) for row in sums.tolist()]
     total = total_loss(losses, sums.tolist(), [each.weight for each in sets])
-    record = {"iteration": state.iteration, SERIES: total, PERPLEXITY: perplexity(total)}
+    record: dict[str, Value] = {"iteration": state.iteration, SERIES: total, PERPLEXITY: perplexity(total)}
     for validation_set, loss in zip(sets, losses, strict=True):
         if validation_set.name is not None:
             record[f"{SERIES}/{validation_set.name}"] = loss
             record[f"{PERPLEXITY}/{validation_set.name}"] = perplexity(loss)
-    _note_sets_without_loss(parts, sets, losses, state.iteration)
-    parts.recorder.write("validation", {**record, "consumed-tokens": state.consumed_tokens})
-    return total
+    record["consumed-tokens"] = state.consumed_tokens
+    return total, [*_sets_without_loss(sets, losses, state.iteration), ("validation", record)]
 
 
 def total_loss(
@@ -61,18 +64,17 @@ def perplexity(loss: float | None) -> float | None:
     return math.exp(loss) if loss < 700 or math.isnan(loss) else math.inf
 
 
-def _note_sets_without_loss(
-    parts: TrainingParts, sets: Sequence[ValidationSet], losses: Sequence[float | None], iteration: int
-) -> None:
+def _sets_without_loss(
+    sets: Sequence[ValidationSet], losses: Sequence[float | None], iteration: int
+) -> Iterator[Event]:
     """At the first evaluation of a run, since what is evaluated stays the same."""
     names = [each.name or "" for each, loss in zip(sets, losses, strict=True) if loss is None]
     if names and iteration == 0:
-        named = [name for name in names if name]
-        parts.recorder.write("no-loss", {"iteration": iteration, "of": "validation", "sets": named})
+        yield "no-loss", {"iteration": iteration, "of": "validation", "sets": [name for name in names if name]}
 
 
-def _loss_of(parts: TrainingParts, validation_set: ValidationSet) -> LossSum:
-    steps = validation_set.num_samples // parts.config.training.global_batch_size
-    with parts.loader(validation_set.dataset, validation_set.num_samples) as loader:
-        iterators = loader.iterators(len(parts.chunks))
-        return LossSum.total([parts.stepper.evaluate(iterators, parts.batch_shape) for _ in range(steps)])
+def _loss_of(stepper: Stepper, batches: Batches, validation_set: ValidationSet) -> LossSum:
+    num_steps = validation_set.num_samples // batches.config.training.global_batch_size
+    with batches.loader(validation_set.dataset, validation_set.num_samples) as loader:
+        iterators = loader.iterators(stepper.num_chunks)
+        return LossSum.total([stepper.evaluate(iterators, batches.shape) for _ in range(num_steps)])

@@ -3,6 +3,8 @@
 Everything is handed on as an argument; nothing here computes.
 """
 
+import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +17,15 @@ import torch.distributed
 from megatron_fp8 import device as devices
 from megatron_fp8.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import read_manifest
+from megatron_fp8.config.environment import unmet_needs
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.load import dump_config, process_environment
 from megatron_fp8.config.run_start import Start
 from megatron_fp8.config.rundir import LOCK, create_run_directory
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.secret_texts import secret_values
+from megatron_fp8.device import Device
 from megatron_fp8.errors import BadInputError
-from megatron_fp8.faults.lost_rank import explaining_lost_ranks
 from megatron_fp8.faults.run_lock import Holds
 from megatron_fp8.parallel.process_group import init_process_group
 from megatron_fp8.report.console import ConsoleSink
@@ -31,7 +34,6 @@ from megatron_fp8.report.library_warnings import hide_meaningless_warnings
 from megatron_fp8.report.record import METRICS, Recorder, Sink, Value, drop_records_after
 from megatron_fp8.report.start_clock import StartClock
 from megatron_fp8.report.views import sinks_of_run
-from megatron_fp8.train.environment import warn_of_unmet_needs
 from megatron_fp8.train.start_record import start_record
 
 
@@ -60,16 +62,15 @@ def run_job(
     device = devices.prepare()
     hide_meaningless_warnings(device.emulated)
     # They look for CUDA when imported.
-    from megatron_fp8.checkpoint.rank_io import after_all, verified_start
+    from megatron_fp8.checkpoint.rank_io import verified_start
     from megatron_fp8.data.dataset import build_datasets
     from megatron_fp8.data.tokenizer import Tokenizer
+    from megatron_fp8.monitors.liveness import explaining_lost_ranks, watched
+    from megatron_fp8.monitors.profiler import PROFILES
     from megatron_fp8.parallel.object_collectives import broadcast
-    from megatron_fp8.train.interval import IntervalLoss
-    from megatron_fp8.train.liveness import watched
-    from megatron_fp8.train.parts import TrainingParts
-    from megatron_fp8.train.profile import PROFILES
-    from megatron_fp8.train.rewind import train_to_the_end
-    from megatron_fp8.train.setup import build_parts
+    from megatron_fp8.train.rollback import train_to_the_end
+    from megatron_fp8.train.setup import TrainingParts, build_parts
+    from megatron_fp8.train.step import IntervalLoss
 
     clock.end_part("import")
     init_process_group(device.backend(config.parallel.distributed_backend), config.parallel.distributed_timeout_minutes)
@@ -93,10 +94,10 @@ def run_job(
         profiles = everywhere / PROFILES
         clock.end_part("environment")
         parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder, checkpoints, profiles)
-        stack.enter_context(watched(parts, run_directory))
+        stack.enter_context(watched(config, device, parts.heartbeat, recorder, run_directory))
         stack.enter_context(explaining_lost_ranks(parts.heartbeat, config.parallel.distributed_timeout_minutes))
         clock.end_part("model")
-        datasets_from = partial(build_datasets, config, Tokenizer.of(config.data), parts.reads_data)
+        datasets_from = partial(build_datasets, config, Tokenizer.of(config.data), parts.batches.reads_data)
         datasets = datasets_from(start.position)
         clock.end_part("data")
         recorder.write("start", start_record(config, layout, device, run_directory))
@@ -104,7 +105,8 @@ def run_job(
         if start.checkpoint is not None:
             interval = IntervalLoss(device.torch_device)
             progress, lost = parts.checkpointer.load(start.checkpoint, interval, start.weights_only)
-            after_all(holds.let_checkpoint_go)
+            torch.distributed.barrier()  # not before every rank has loaded
+            holds.let_checkpoint_go()
             recorder.write("resume", _resumed(start, progress.state.iteration, [*notes, *lost]))
             clock.end_part("checkpoint")
         reopen = partial(_reopen_record, config, run_directory, recorder, quiet)
@@ -113,6 +115,17 @@ def run_job(
     torch.distributed.destroy_process_group()
     losses = result.first_validation_loss, result.last_validation_loss
     return JobSummary(run_directory, *losses, clock.seconds, result.stopped)
+
+
+def warn_of_unmet_needs(config: Config, device: Device, environ: Mapping[str, str], rank: int) -> None:
+    """On rank 0 of a job on GPUs: each variable that its layout needs and that is missing, on standard error.
+
+    Later than the check of the config, since which GPUs there are is only known here. CPUs need none.
+    """
+    if rank != 0 or device.emulated:
+        return
+    for problem in unmet_needs(config.parallel, environ, device.compute_capability()):
+        print(f"warning: {problem}", file=sys.stderr, flush=True)
 
 
 def _open_run(config: Config, start: Start, holds: Holds, quiet: bool) -> tuple[Path | None, Recorder]:

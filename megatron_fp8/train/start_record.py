@@ -8,13 +8,12 @@ from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.load import process_environment
 from megatron_fp8.config.schema import Config
 from megatron_fp8.device import Device
+from megatron_fp8.planner.throughput import throughput_of
 from megatron_fp8.precision.chart import precision_chart
 from megatron_fp8.precision.chart_labels import chart_records, format_chart
-from megatron_fp8.report.code_version import code_version
+from megatron_fp8.report.code_version import code_version, versions
 from megatron_fp8.report.events import PRECISION_CHART
 from megatron_fp8.report.record import Value
-from megatron_fp8.train.throughput import throughput_of
-from megatron_fp8.train.versions import versions
 
 
 def start_record(config: Config, layout: Layout, device: Device, run_directory: Path | None) -> dict[str, Value]:

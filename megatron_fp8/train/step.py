@@ -1,7 +1,9 @@
-"""Owns one training step and one evaluation pass over Megatron's schedules.
+"""One training step and one evaluation pass over Megatron's schedules.
 
 Must not know where batches come from, what is written, or how long training lasts.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +17,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from megatron_fp8.optim.update import update_if
+from megatron_fp8.optim.optimizer import update_if
 from megatron_fp8.parallel.groups import ParallelGroups
 from megatron_fp8.precision.manager import PrecisionManager
-from megatron_fp8.train.step_times import DATA, GRADIENTS, OPTIMIZER, SCALES, StepTimes
+from megatron_fp8.train.step_times import DATA, OPTIMIZER, SCALES, StepTimes
 
 
 class MicroBatch(Protocol):
@@ -59,7 +61,7 @@ class LossSum:
     sum_and_tokens: Tensor
 
     @classmethod
-    def total(cls, parts: "Sequence[LossSum]") -> "LossSum":
+    def total(cls, parts: Sequence[LossSum]) -> LossSum:
         """The sum of several, of which there must be one at least."""
         return cls(torch.stack([part.sum_and_tokens for part in parts]).sum(dim=0))
 
@@ -94,6 +96,45 @@ def mean_loss(sum_and_tokens: Sequence[float]) -> float | None:
     if num_tokens > 0:
         return loss_sum / num_tokens
     return None if loss_sum == 0 else math.nan
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """Of the steps since the last record, over all ranks: `mean` in nats per token, None where no token counted, and
+    whether there was a step that was not skipped."""
+
+    mean: float | None
+    any_step: bool
+
+
+class IntervalLoss:
+    """Sum of the losses of the steps since the last `take`, skipped ones left out; added up step by step."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Sum in nats, tokens, steps.
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def add(self, loss: LossSum) -> None:
+        """Count a step that was not skipped."""
+        self._sums[:2] += loss.sum_and_tokens
+        self._sums[2] += 1
+
+    def take(self) -> MeanLoss:
+        """What there is since the last call; collective over all ranks."""
+        # Of a resumed interval one rank knows all earlier steps: whether there were any is asked of all ranks.
+        total = self._sums.clone()
+        torch.distributed.all_reduce(total)
+        self._sums.zero_()
+        *sum_and_tokens, num_steps = total.tolist()
+        return MeanLoss(mean_loss(sum_and_tokens), num_steps > 0)
+
+    def state(self) -> Tensor:
+        """This rank's sums, FP64 `[3]`; the ranks' sums belong together."""
+        return self._sums.clone()
+
+    def restore(self, sums: Tensor) -> None:
+        """Put back a `state`."""
+        self._sums.copy_(sums)
 
 
 @dataclass(frozen=True)
@@ -133,17 +174,11 @@ class Stepper:
         self._device = device
         self._times = times
         self._run_schedule = get_forward_backward_func()
-        self._mark_spans()
 
-    def _mark_spans(self) -> None:
-        """Let Megatron's schedules mark their spans; all that is done with gradients at their end is one."""
-        # All chunks share one config.
-        config = self._chunks[0].config
-        config.timers = self._times
-        config.barrier_with_L1_time = False
-        finalize = config.finalize_model_grads_func
-        if finalize is not None:
-            config.finalize_model_grads_func = _inside(self._times, GRADIENTS, finalize)
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks of this rank; each takes an iterator of its own."""
+        return len(self._chunks)
 
     def train(
         self,
@@ -223,16 +258,6 @@ class Stepper:
             batch = next(iterator)
         output = model(batch.tokens, batch.position_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
         return output, partial(_loss, batch.loss_mask)
-
-
-def _inside(times: StepTimes, name: str, function: Callable[..., None]) -> Callable[..., None]:
-    """`function`, whose calls are spans."""
-
-    def call(*arguments: object, **keywords: object) -> None:
-        with times(name):
-            function(*arguments, **keywords)
-
-    return call
 
 
 def _loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,16 +1,16 @@
-"""Owns where the time of training steps goes: spans on the device, summed by name, and ranges for profilers.
+"""Times the parts of a step: spans on the device's clock, and the series they become.
 
-Speaks Megatron's protocol of timers, so that its schedules and optimizer mark their spans themselves. Megatron's own
-timers wait for the device at both ends of a span; here an end is an event in the device's stream, which nobody waits
-for: its time is read once the device has passed it. A span is thus time of the device, its waiting for the host or for
-other ranks included. Must not know what the names mean.
+Megatron's schedules and the stepper mark the spans. Parts add up to `iteration-time`, the mean over ranks; `NAME/...`
+are what a part is made of.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass, fields
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -39,15 +39,15 @@ class Event(Protocol):
 class StepTimes:
     """The spans of this rank's training steps; what happens outside a `step` is not measured."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, listener: Callable[[str, bool], None] | None = None) -> None:
+        """`listener`: told of every span's begin (True) and end, outside of steps too."""
         self._device = device
+        self.listener = listener or _ignore
         self._spans: dict[str, Span] = {}
         self._unread: deque[tuple[str, Event, Event]] = deque()
         self._free: list[Event] = []
         self._seconds: dict[str, float] = {}
         self.in_step = False
-        # Told of every span's begin (True) and end, outside of steps too.
-        self.listener: Callable[[str, bool], None] = _nobody
         # Whether ranges go into the trace of torch's profiler; they cost more than those that nobody may look at.
         self.annotates = False
 
@@ -112,8 +112,8 @@ class StepTimes:
         self._device.range_pop()
 
 
-def _nobody(name: str, begins: bool) -> None:
-    """Listens to nothing."""
+def _ignore(name: str, begins: bool) -> None:
+    """No-op listener."""
 
 
 class Span:
@@ -165,3 +165,86 @@ class Span:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Seconds of a mean step of an interval on one rank.
+
+    `data`: waiting for batches. `forward`, `backward`: this rank's passes, with the collectives inside them.
+    `waiting`: of the pipeline schedule, when none of them runs. `gradients`: reducing gradients, as far as it is not
+    hidden behind the backward pass. `optimizer`: its step, `parameters` (their gathering) and
+    `scales` (those of FP8) included. `whole`: all of the step. `own`: work that waits for no other rank, as far as it
+    can be told: passes without collectives, else parts of them.
+    """
+
+    data: float
+    forward: float
+    backward: float
+    waiting: float
+    gradients: float
+    optimizer: float
+    parameters: float
+    scales: float
+    whole: float
+    own: float = 0.0
+
+    @classmethod
+    def of(cls, seconds: Mapping[str, float], whole: float, num_steps: int) -> RankTimes:
+        """From the seconds of all spans of an interval of `num_steps` steps that took `whole` seconds.
+
+        A batch is fetched in a forward pass; the schedule holds the passes and reduces the gradients at its end.
+        """
+        each = {name: seconds.get(name, 0.0) / num_steps for name in MEASURED}
+        passes = each[FORWARD] + each[BACKWARD]
+        return cls(
+            data=each[DATA],
+            forward=each[FORWARD] - each[DATA],
+            backward=each[BACKWARD],
+            waiting=each[FORWARD_BACKWARD] - passes - each[GRADIENTS],
+            gradients=each[GRADIENTS],
+            optimizer=each[OPTIMIZER],
+            parameters=each[PARAMETERS],
+            scales=each[SCALES],
+            whole=whole / num_steps,
+            own=each[OWN_WORK] or passes - each[DATA],
+        )
+
+    @property
+    def compute(self) -> float:
+        """Seconds of passes."""
+        return self.forward + self.backward
+
+    @property
+    def forward_backward(self) -> float:
+        """Seconds of the pipeline schedule without data and gradients."""
+        return self.compute + self.waiting
+
+
+NUM_TIMES = len(fields(RankTimes))
+
+
+def time_series(ranks: Sequence[RankTimes], fp8: bool, several_stages: bool) -> dict[str, float]:
+    """Series of an interval from the times of all ranks, in their order."""
+    mean = RankTimes(*(fmean(column) for column in zip(*map(astuple, ranks), strict=True)))
+    known = mean.data + mean.forward_backward + mean.gradients + mean.optimizer
+    compute = [rank.compute for rank in ranks]
+    series = {
+        "iteration-time": mean.whole,
+        "batch-generator-time": mean.data,
+        "forward-backward-time": mean.forward_backward,
+        "forward-backward-time/forward": mean.forward,
+        "forward-backward-time/backward": mean.backward,
+        "forward-backward-time/waiting": mean.waiting,
+        "all-grads-sync-time": mean.gradients,
+        "optimizer-time": mean.optimizer,
+        "optimizer-time/params-all-gather": mean.parameters,
+        **({"optimizer-time/fp8-scale-update": mean.scales} if fp8 else {}),
+        "other-time": mean.whole - known,
+        "compute-time/fastest-rank": min(compute),
+        "compute-time/slowest-rank": max(compute),
+        "slowest-rank": compute.index(max(compute)),
+    }
+    if several_stages and mean.forward_backward > 0:
+        series["pipeline-bubble/measured"] = mean.waiting / mean.forward_backward
+    return series

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (f"{PACKAGE}.device", f"{PACKAGE}.parallel", f"{PACKAGE}.cpu"),
     tuple(f"{PACKAGE}.{part}" for part in ("precision", "model.sharding", "data", "optim", "report", "faults")),
     (f"{PACKAGE}.model", f"{PACKAGE}.checkpoint"),
-    (f"{PACKAGE}.train",),
+    (f"{PACKAGE}.train", f"{PACKAGE}.monitors"),
     (
         "pretrain",
         "tools",
@@ -65,16 +65,23 @@ FOREIGN_WRITES: dict[str, tuple[str, ...]] = {
     f"{PACKAGE}/commands/main.py": ("sys.argv",),
     f"{PACKAGE}/commands/precision_chart.py": ("table.columns[2].justify",),
     f"{PACKAGE}/data/tokenizer_kinds.py": ("self._tokenizer.encode_special_tokens",),
-    f"{PACKAGE}/model/build.py": ("megatron_config.finalize_model_grads_func", "megatron_config.no_sync_func"),
     f"{PACKAGE}/model/gpt.py": ("weight.shared_embedding", "weight.zero_out_wgrad", "weight.shared"),
     f"{PACKAGE}/model/layers.py": ("attention.qkv_format",),
-    f"{PACKAGE}/optim/build.py": ("chunk.config.grad_scale_func",),
-    f"{PACKAGE}/optim/update.py": ("optimizer.get_grad_norm",),
+    # The one place that completes Megatron's config.
+    f"{PACKAGE}/model/megatron_config.py": tuple(
+        f"shared.{name}"
+        for name in (
+            "timers",
+            "barrier_with_L1_time",
+            "finalize_model_grads_func",
+            "no_sync_func",
+            "grad_scale_func",
+        )
+    ),
+    f"{PACKAGE}/optim/optimizer.py": ("optimizer.get_grad_norm",),
     f"{PACKAGE}/precision/probe.py": ("plain.optimize_for_gemm",),
     f"{PACKAGE}/precision/tap.py": ("setattr(module)",),
     f"{PACKAGE}/prepare/train_tokenizer.py": ("tokenizer.pre_tokenizer", "tokenizer.decoder"),
-    f"{PACKAGE}/train/setup.py": ("optimizer.config.timers", "optimizer.config.barrier_with_L1_time"),
-    f"{PACKAGE}/train/step.py": ("config.timers", "config.barrier_with_L1_time", "config.finalize_model_grads_func"),
 }
 
 _CUDA_TEXT = re.compile(r"cuda(:\d*)?")

@@ -44,7 +44,7 @@ def resume_and_save(config: Any, load: Path, directory: Path) -> list[str]:
     """Take over a checkpoint in the running world and save at once what was taken over; the notes."""
     from megatron.core import parallel_state
 
-    from megatron_fp8.train.interval import IntervalLoss
+    from megatron_fp8.train.step import IntervalLoss
 
     parts = make_parts(config, directory)
     progress, notes = parts.checkpointer.load(load, IntervalLoss(parts.device.torch_device), weights_only=False)

@@ -42,8 +42,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def save_loaded(config, directory: Path, load: Path) -> None:
     """Save at once what was loaded, and what training makes of it."""
     from megatron_fp8.train.checkpointing import Progress
-    from megatron_fp8.train.interval import IntervalLoss
     from megatron_fp8.train.state import TrainState
+    from megatron_fp8.train.step import IntervalLoss
 
     def save(parts: Any) -> None:
         parts.checkpointer._saved_iteration = 0

@@ -13,7 +13,7 @@ from megatron_fp8.checkpoint.saved_model import kept_checkpoint
 from megatron_fp8.commands import checkpoint as checkpoint_tool
 from megatron_fp8.commands import evaluate, generate, lm_eval
 from megatron_fp8.errors import BadInputError
-from megatron_fp8.faults import report
+from megatron_fp8.faults import failure_report
 from megatron_fp8.hf import export
 
 # Of each tool: its arguments beside the run, and what looks into the checkpoint or needs what it lacks.
@@ -63,7 +63,7 @@ def test_a_model_s_checkpoint_stays_while_a_tool_works_on_it(
 
     for name in looks:
         monkeypatch.setattr(tool, name, lambda *_: None)
-    monkeypatch.setattr(report, "run_reporting", working)
+    monkeypatch.setattr(failure_report, "run_reporting", working)
     with pytest.raises(Worked):
         tool.main([str(run.path), *arguments])
     assert removed == [[]]

@@ -38,8 +38,8 @@ def load_each(config: Config, checkpoints: Path) -> list[Any]:
     from megatron_fp8.checkpoint.directory import CheckpointDirectory
     from megatron_fp8.checkpoint.manifest import CheckpointError
     from megatron_fp8.report.record import Recorder
-    from megatron_fp8.train.interval import IntervalLoss
     from megatron_fp8.train.setup import build_parts
+    from megatron_fp8.train.step import IntervalLoss
 
     parts = build_parts(config, derived_layout(config), VOCAB_SIZE, devices.prepare(), Recorder([]), checkpoints)
     said: list[Any] = []

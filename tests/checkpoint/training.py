@@ -131,9 +131,9 @@ def train_on_this_rank(
     from megatron_fp8.data.validation import ValidationSet
     from megatron_fp8.report.record import Recorder
     from megatron_fp8.report.start_clock import StartClock
-    from megatron_fp8.train.interval import IntervalLoss
     from megatron_fp8.train.loop import train
     from megatron_fp8.train.setup import build_parts
+    from megatron_fp8.train.step import IntervalLoss
 
     memory, layout = Memory([]), derived_layout(config)
     device = devices.prepare()
@@ -179,9 +179,9 @@ def save_on_this_rank(
     from megatron_fp8.optim.state import NAMES, allocate_state, state_parts
     from megatron_fp8.report.record import Recorder
     from megatron_fp8.train.checkpointing import Progress
-    from megatron_fp8.train.interval import IntervalLoss
     from megatron_fp8.train.setup import build_parts
     from megatron_fp8.train.state import TrainState
+    from megatron_fp8.train.step import IntervalLoss
 
     parts = build_parts(config, derived_layout(config), VOCAB_SIZE, devices.prepare(), Recorder([]), checkpoints)
     allocate_state(parts.optimizer)

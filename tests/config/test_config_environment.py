@@ -12,7 +12,7 @@ from megatron_fp8.config.check import check_config
 from megatron_fp8.config.environment import CONNECTIONS, KEY, overruled, unmet_needs, variables
 from megatron_fp8.config.schema import ParallelConfig
 from megatron_fp8.device import Device
-from megatron_fp8.train.environment import warn_of_unmet_needs
+from megatron_fp8.train.job import warn_of_unmet_needs
 from tests.e2e.launch import pretrain
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)

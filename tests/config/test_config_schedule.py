@@ -33,7 +33,7 @@ def config_of(iters: int = 40, batch: int = 16, override: bool = False, **optimi
 
 @pytest.mark.parametrize("optimizer", [*STYLES, {"lr_decay_iters": 30}, {"lr_warmup_iters": 0}])
 def test_it_is_the_rate_of_megatrons_schedule(optimizer: dict[str, Any]) -> None:
-    from megatron_fp8.optim.build import build_schedule
+    from megatron_fp8.optim.optimizer import build_schedule
 
     config = config_of(**optimizer)
     group: dict[str, Any] = {}

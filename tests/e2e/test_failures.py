@@ -15,7 +15,7 @@ import os
 import time
 
 import pretrain
-from megatron_fp8.train.pace import Pace
+from megatron_fp8.train.state import Pace
 
 step_done = Pace.step_done
 

@@ -24,7 +24,7 @@ import sys
 import time
 
 import pretrain
-from megatron_fp8.train.pace import Pace
+from megatron_fp8.train.state import Pace
 
 step_done = Pace.step_done
 rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 import pretrain
-from megatron_fp8.train.pace import Pace
+from megatron_fp8.train.state import Pace
 
 step_done, steps = Pace.step_done, []
 

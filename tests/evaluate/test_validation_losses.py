@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_fp8.config.schema import Config
-from tests.checkpoint.training import Memory, derived_layout, state_hashes
+from tests.checkpoint.training import derived_layout, state_hashes
 from tests.ranks import run_on_ranks
 from tests.small_run import VOCAB_SIZE, batches, small_config
 
@@ -66,17 +66,18 @@ def evaluated(
     from megatron_fp8.train.state import TrainState
 
     initialize_rng_tracker(force_reset=True)
-    memory = Memory([])
-    parts = build_parts(config, derived_layout(config), VOCAB_SIZE, devices.prepare(), Recorder([memory]))
+    parts = build_parts(config, derived_layout(config), VOCAB_SIZE, devices.prepare(), Recorder([]))
     for _ in range(steps):
-        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+        parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
     before = state_hashes(parts)
-    evaluate(parts, sets_of(config, directory, weighted, parts.reads_data), TrainState(iteration=7))
+    sets = sets_of(config, directory, weighted, parts.batches.reads_data)
+    _, events = evaluate(parts.stepper, parts.batches, sets, TrainState(iteration=7))
     after = state_hashes(parts)
     alone = torch.distributed.get_world_size() == 1
     reference = {name: reference_loss(parts, tokens_of(name)) for name in NUM_TOKENS} if alone else None
     parallel_state.destroy_model_parallel()
-    (record,) = memory.records
+    ((event, values),) = events
+    record = {"event": event, **values}
     return record, before, after, reference
 
 

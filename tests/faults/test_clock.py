@@ -22,7 +22,7 @@ TIME_STAMPS = {
     "tools/benchmarks/speed/report.py": "when figures were measured",
     "megatron_fp8/hf/import_model.py": "when a checkpoint was written",
     "megatron_fp8/report/html/tables.py": "the day of a record's time",
-    "megatron_fp8/faults/watchdog.py": "since when a rank stands still",
+    "megatron_fp8/monitors/watchdog.py": "since when a rank stands still",
 }
 
 
@@ -83,7 +83,7 @@ def train_through_jumps(config: Any) -> list[dict[str, Any]]:
     """With a watchdog, as a job has one."""
     import torch
 
-    from megatron_fp8.faults.watchdog import Limits, Watchdog
+    from megatron_fp8.monitors.watchdog import Limits, Watchdog
 
     watchdogs = []
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fp8.faults.replicas import Difference, checksum, suspects
+from megatron_fp8.monitors.replicas import Difference, checksum, suspects
 from tests.ranks import run_on_ranks
 from tests.small_run import run_small, small_config
 
@@ -42,7 +42,7 @@ def test_any_flipped_bit_changes_the_checksum(size: int, dtype: torch.dtype, see
 
 
 def test_every_bit_counts_also_beyond_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_fp8.faults import replicas
+    from megatron_fp8.monitors import replicas
 
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(50, generator=generator)
@@ -121,13 +121,9 @@ QUICK = ("pp2-tied", "fp8-tp2-dp2")
 
 
 def check_of(parts: Any) -> Any:
-    from megatron_fp8.report.record import Recorder
-    from megatron_fp8.train.replica_check import ReplicaCheck
-    from tests.checkpoint.training import Memory
+    from megatron_fp8.monitors.replicas import ReplicaMonitor
 
-    memory = Memory([])
-    check = ReplicaCheck(parts.config, parts.chunks, parts.groups, parts.precision, Recorder([memory]))
-    return check, memory
+    return ReplicaMonitor(parts.config, parts.chunks, parts.groups, parts.precision)
 
 
 def flip_each_kind(parts: Any) -> list[tuple[str, int, str, list[dict]]]:
@@ -137,10 +133,10 @@ def flip_each_kind(parts: Any) -> list[tuple[str, int, str, list[dict]]]:
     """
     import torch
 
-    from megatron_fp8.faults.replicas import ReplicaError
+    from megatron_fp8.monitors.replicas import ReplicaError
 
-    check, memory = check_of(parts)
-    check.after_step(1)
+    check = check_of(parts)
+    assert list(check.after_step(1, updated=True)) == []
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     found = []
     for alike in list(check._alike()):
@@ -156,16 +152,15 @@ def flip_each_kind(parts: Any) -> list[tuple[str, int, str, list[dict]]]:
             name = everywhere[victim][number]
             if rank == victim:
                 flip(live[name], 3)
-            error = ""
+            error, events = "", []
             try:
-                check.after_step(2)
+                events.extend({"event": event, **values} for event, values in check.after_step(2, updated=True))
             except ReplicaError as raised:
                 error = str(raised)
             if rank == victim:
                 flip(live[name], 3)
-            found.append((name, victim, error, list(memory.records)))
-            memory.records.clear()
-    check.after_step(3)
+            found.append((name, victim, error, events))
+    assert list(check.after_step(3, updated=True)) == []
     return found
 
 
@@ -178,9 +173,9 @@ def compare_every_recipe() -> list[list[str]]:
 
 
 def compared(parts: Any) -> list[str]:
-    check, _ = check_of(parts)
+    check = check_of(parts)
     check._interval = 1
-    check.after_step(1)
+    assert list(check.after_step(1, updated=True)) == []
     state = parts.precision.state_dict()
     assert {tensor.device for tensor in state.values()} == {parts.device.torch_device}
     return list(state)
@@ -195,7 +190,7 @@ def test_scaling_state_is_compared_on_the_device() -> None:
 def alive(parts: Any) -> Any:
     """Live tensors by name: scaling state is compared as copies."""
     from megatron_fp8.model.build import global_parameters
-    from megatron_fp8.train.replica_check import _stored
+    from megatron_fp8.monitors.replicas import _stored
 
     for parameter_name, parameter in global_parameters(parts.chunks):
         yield from _stored(parameter_name, parameter).items()

@@ -78,7 +78,7 @@ def test_a_checkpoint_of_the_bad_steps_is_not_taken(tmp_path: Path) -> None:
     fault = Fault(0, range(BAD, 100), "loss")
     outcome = run_on_ranks(1, train_on_this_rank, config, tmp_path, fault)[0]
     assert outcome.reopened == [4, 2]
-    assert "There is no whole checkpoint of iteration 1 or before" in outcome.error
+    assert "No intact checkpoint of iteration 1 or earlier" in outcome.error
     # The samples before the last way back are passed over too: nothing is read twice but what trained the weights.
     assert [record["last skipped sample"] for record in outcome.events("rewind")] == [23, 27]
     directory = CheckpointDirectory(tmp_path)
@@ -94,7 +94,7 @@ def test_it_is_done_so_often_and_no_more(tmp_path: Path) -> None:
     assert gone.reopened == [GOOD]
     outcome = run_on_ranks(1, train_on_this_rank, config, tmp_path, Fault(0, (4,), "loss"), range(0), True)[0]
     assert outcome.reopened == []
-    assert "The run has gone back 1 times already, and faults.max_rewinds=1" in outcome.error
+    assert "The run has rolled back 1 times already, and faults.max_rewinds=1" in outcome.error
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_without_checkpoints_there_is_no_way_back() -> None:
     config = faulty_config(faults=REWIND, model={"num_layers": 1}, checkpoint={"save": False})
     outcome = run_on_ranks(1, train_on_this_rank, config, None, Fault(0, (BAD,)))[0]
     assert "checkpoint.save is false" in outcome.error
-    assert outcome.error.startswith("RewindError: lm loss is")
+    assert outcome.error.startswith("RollbackError: lm loss is")
 
 
 def test_poisoned_data_is_found_and_passed_over(tmp_path: Path) -> None:

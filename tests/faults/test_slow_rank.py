@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fp8.faults.slow_rank import SlowRanks, peers
+from megatron_fp8.monitors.straggler import StragglerDetector, peers
 from tests.checkpoint.training import checkpoint_config, train_on_this_rank
 from tests.ranks import run_on_ranks
 
@@ -20,7 +20,7 @@ FACTOR = 3.0
 def test_the_slow_one_is_named_after_some_intervals_and_no_other(seed: int) -> None:
     draw = random.Random(seed)
     size, slow = draw.randint(2, 9), draw.randrange(2)
-    watch = SlowRanks(1.5, num_intervals=3)
+    watch = StragglerDetector(1.5, num_intervals=3)
     for interval in range(6):
         seconds = {rank: draw.uniform(1.0, 1.2) * (2.0 if rank == slow else 1.0) for rank in range(10, 10 + size)}
         seconds[10 + slow] = draw.uniform(2.0, 2.4)
@@ -38,7 +38,7 @@ def test_a_rank_is_compared_with_the_median_of_the_others(seed: int) -> None:
     draw = random.Random(seed)
     # Few values, so that some are equal.
     seconds = {rank: float(draw.randint(1, 6)) for rank in range(draw.randint(2, 12))}
-    named = SlowRanks(1.0, num_intervals=1).add("compute", seconds)
+    named = StragglerDetector(1.0, num_intervals=1).add("compute", seconds)
     expected = {
         rank: median([other for index, other in seconds.items() if index != rank]) for rank, own in seconds.items()
     }
@@ -49,7 +49,7 @@ def test_a_rank_is_compared_with_the_median_of_the_others(seed: int) -> None:
 
 def test_noise_names_nobody() -> None:
     draw = random.Random(0)
-    watch = SlowRanks(1.5, num_intervals=3)
+    watch = StragglerDetector(1.5, num_intervals=3)
     for _ in range(300):
         # One rank at a time is three times as slow, as by another program.
         seconds = {rank: draw.uniform(1.0, 1.3) for rank in range(8)}
@@ -59,14 +59,14 @@ def test_noise_names_nobody() -> None:
 
 def test_waiting_for_data_counts_by_what_it_adds_to_the_step() -> None:
     """Ten times next to nothing is next to nothing."""
-    watch = SlowRanks(1.5, num_intervals=1)
+    watch = StragglerDetector(1.5, num_intervals=1)
     rest = {0: 1.0, 1: 1.0, 2: 1.0}
     assert watch.add("data", {0: 0.001, 1: 0.01, 2: 0.001}, rest) == []
     assert [each.rank for each in watch.add("data", {0: 0.001, 1: 0.7, 2: 0.001}, rest)] == [1]
 
 
 def test_a_rank_without_peers_and_times_of_nothing_say_nothing() -> None:
-    watch = SlowRanks(1.5, num_intervals=1)
+    watch = StragglerDetector(1.5, num_intervals=1)
     assert watch.add("compute", {0: 5.0}) == []
     assert watch.add("compute", {0: 0.0, 1: 0.0}) == []
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fp8.config.schema_run import FaultsConfig
-from megatron_fp8.faults.spike import RecentLosses, Spike, SpikeDetector
+from megatron_fp8.monitors.spike import RecentLosses, Spike, SpikeDetector
 from tests.faults.training import TextSamples, faulty_config, train_on_this_rank
 from tests.ranks import run_on_ranks
 

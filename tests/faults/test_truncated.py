@@ -108,7 +108,7 @@ def test_an_empty_set_of_files_is_whole() -> None:
 TRUNCATES = """\
 import os
 import pretrain
-from megatron_fp8.train.pace import Pace
+from megatron_fp8.train.state import Pace
 
 step_done = Pace.step_done
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8.faults.hang import Hang, Status, find_hang
-from megatron_fp8.faults.heartbeat import Heartbeat, Phase
+from megatron_fp8.monitors.hang import Hang, Status, find_hang
+from megatron_fp8.monitors.heartbeat import Heartbeat, Phase
 from tests.e2e.launch import clean_environment
 
 LIMIT_SECONDS = 1.5
@@ -34,9 +34,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron_fp8.faults.heartbeat import Heartbeat, Phase
-from megatron_fp8.faults import watchdog
-from megatron_fp8.faults.watchdog import Limits, Watchdog
+from megatron_fp8.monitors.heartbeat import Heartbeat, Phase
+from megatron_fp8.monitors import watchdog
+from megatron_fp8.monitors.watchdog import Limits, Watchdog
 
 watchdog.SECONDS_FOR_THE_CAUSE = 3.0
 rank, world_size, way, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]

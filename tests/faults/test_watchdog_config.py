@@ -8,7 +8,7 @@ import pytest
 
 from megatron_fp8.config.check import check_config
 from megatron_fp8.config.load import load_config
-from megatron_fp8.train.liveness import hang_limits
+from megatron_fp8.monitors.liveness import hang_limits
 from tests.small_run import small_config
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"

@@ -161,12 +161,12 @@ def train_on_this_rank(
     from megatron_fp8.checkpoint.directory import CheckpointDirectory
     from megatron_fp8.config.run_start import START, Position, samples_needed
     from megatron_fp8.data.dataset import Datasets
-    from megatron_fp8.faults.exit_codes import NonFiniteError, RewindError
+    from megatron_fp8.faults.exit_codes import NonFiniteError, RollbackError
     from megatron_fp8.report.record import Recorder
     from megatron_fp8.report.start_clock import StartClock
-    from megatron_fp8.train.interval import IntervalLoss
-    from megatron_fp8.train.rewind import train_to_the_end
+    from megatron_fp8.train.rollback import train_to_the_end
     from megatron_fp8.train.setup import build_parts
+    from megatron_fp8.train.step import IntervalLoss
 
     memory = Memory([])
     reopened: list[int] = []
@@ -195,7 +195,7 @@ def train_on_this_rank(
     error = ""
     try:
         train_to_the_end(parts, datasets_from(position), StartClock(), progress, datasets_from, reopened.append)
-    except (NonFiniteError, RewindError, GoneError) as raised:
+    except (NonFiniteError, RollbackError, GoneError) as raised:
         error = f"{type(raised).__name__}: {raised}"
     return Outcome(state_hashes(parts), memory.records, order.asked, error, reopened)
 

@@ -45,9 +45,8 @@ def continuations(
     from megatron.core import parallel_state
 
     from megatron_fp8 import device as devices
-    from megatron_fp8.generate.generation import Limits, generate
+    from megatron_fp8.generate.generation import Limits, Sampling, generate
     from megatron_fp8.generate.loaded_model import load_model
-    from megatron_fp8.generate.sampling import Sampling
 
     world_size = torch.distributed.get_world_size()
     settings = settings or InferenceSettings(world_size, mode="fp32")
@@ -65,9 +64,8 @@ def state_after_an_exception(path: Path, prompt: list[int]) -> tuple[list[bool],
     from megatron.core import parallel_state
 
     from megatron_fp8 import device as devices
-    from megatron_fp8.generate.generation import Limits, generate
+    from megatron_fp8.generate.generation import Limits, Sampling, generate
     from megatron_fp8.generate.loaded_model import load_model
-    from megatron_fp8.generate.sampling import Sampling
 
     model = load_model(read_saved_model(path, InferenceSettings(), 1), devices.prepare())
 

@@ -14,8 +14,7 @@ import torch
 from megatron_fp8.checkpoint.saved_model import InferenceSettings
 from megatron_fp8.commands import generate as tool
 from megatron_fp8.data.tokenizer import Tokenizer
-from megatron_fp8.generate.generation import Continuation, Limits
-from megatron_fp8.generate.sampling import Sampling
+from megatron_fp8.generate.generation import Continuation, Limits, Sampling
 from megatron_fp8.prepare.train_tokenizer import train_bpe
 from tests.e2e.launch import ROOT, run
 from tests.generate.models import SECTIONS, SEQ_LENGTH, VOCAB_SIZE, continuations, state_after_an_exception

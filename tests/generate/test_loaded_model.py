@@ -67,19 +67,19 @@ def train_save_and_load(config: Config, directory: Path) -> Losses:
     from megatron_fp8.config.layout import derive_layout
     from megatron_fp8.report.record import Recorder
     from megatron_fp8.train.checkpointing import Progress
-    from megatron_fp8.train.interval import IntervalLoss
     from megatron_fp8.train.setup import build_parts
     from megatron_fp8.train.state import TrainState
+    from megatron_fp8.train.step import IntervalLoss
 
     layout = derive_layout(config, torch.distributed.get_world_size(), None)
     parts = build_parts(config, layout, layout.vocab_size, devices.prepare(), Recorder([]), directory / "checkpoints")
     for _ in range(2):
-        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+        parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
         parts.schedule.step(1)
     if config.precision.fp8_fallback:
         fallen_back = {"fallen_back": [1], "counted_layers": [], "counts": []}
         parts.health.load_state_dict(fallen_back)
-    trained = parts.stepper.evaluate(batches(parts), parts.batch_shape).reduced_mean()
+    trained = parts.stepper.evaluate(batches(parts), parts.batches.shape).reduced_mean()
     progress = Progress(TrainState(2, 8, 8), IntervalLoss(parts.device.torch_device), None)
     parts.checkpointer.after_step(progress, stops=True)
     parallel_state.destroy_model_parallel()

@@ -7,7 +7,7 @@ import torch
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from megatron_fp8.commands.generate import TextStream, prompt_tokens
-from megatron_fp8.generate.sampling import Sampling, filtered, next_tokens
+from megatron_fp8.generate.generation import Sampling, filtered, next_tokens
 from megatron_fp8.prepare.train_tokenizer import train_bpe
 
 

@@ -23,13 +23,13 @@ def train_and_save(config: Config, directory: Path) -> None:
     from megatron.core import parallel_state
 
     from megatron_fp8.train.checkpointing import Progress
-    from megatron_fp8.train.interval import IntervalLoss
     from megatron_fp8.train.state import TrainState
+    from megatron_fp8.train.step import IntervalLoss
 
     parts = make_parts(config, directory)
     state = TrainState()
     for _ in range(2):
-        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+        parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
         parts.schedule.step(1)
         state = state.after_step(config.training.global_batch_size, config.model.seq_length)
     progress = Progress(state, IntervalLoss(parts.device.torch_device), None)
@@ -44,7 +44,7 @@ def logits_of(directories: list[Path], tokens: list[Any]) -> list[Any]:
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     from megatron_fp8.checkpoint.directory import CheckpointDirectory
-    from megatron_fp8.train.interval import IntervalLoss
+    from megatron_fp8.train.step import IntervalLoss
 
     found = []
     for directory, inputs in zip(directories, tokens, strict=True):
@@ -61,7 +61,7 @@ def logits_of(directories: list[Path], tokens: list[Any]) -> list[Any]:
         with torch.no_grad():
             logits = parts.chunks[0].module(inputs.to(device), positions)
         assert logits.dtype == torch.float32
-        found.append(logits[..., : parts.layout.vocab_size].transpose(0, 1).cpu())
+        found.append(logits[..., : parts.batches.layout.vocab_size].transpose(0, 1).cpu())
         parallel_state.destroy_model_parallel()
     return found
 

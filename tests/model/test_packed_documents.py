@@ -154,12 +154,12 @@ def steps(configs: list[Any]) -> list[list[float]]:
     for config in configs:
         parts = build(config)
         run = []
-        with parts.loader(Samples(), 5 * config.training.global_batch_size) as loader:
+        with parts.batches.loader(Samples(), 5 * config.training.global_batch_size) as loader:
             iterators = loader.iterators(len(parts.chunks))
             for _ in range(3):
-                result = parts.stepper.train(parts.optimizer, iterators, parts.batch_shape)
+                result = parts.stepper.train(parts.optimizer, iterators, parts.batches.shape)
                 run += [result.loss.reduced_mean(), result.grad_norm]
-            run.append(parts.stepper.evaluate(iterators, parts.batch_shape).reduced_mean())
+            run.append(parts.stepper.evaluate(iterators, parts.batches.shape).reduced_mean())
         parallel_state.destroy_model_parallel()
         runs.append(run)
     return runs

@@ -36,7 +36,7 @@ def test_norms_and_biases_are_not_decayed() -> None:
 
 
 def learning_rates(optimizer: dict[str, Any], train_iters: int = 100) -> list[float]:
-    from megatron_fp8.optim.build import build_schedule
+    from megatron_fp8.optim.optimizer import build_schedule
 
     config = small_config(training={"train_iters": train_iters}, optimizer=optimizer)
     stand_in = SimpleNamespace(param_groups=[{"params": []}])

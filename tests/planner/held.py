@@ -58,7 +58,7 @@ def fullest_moment(parts: Any, known: set[int]) -> tuple[int, int]:
 
     hooks = [chunk.module.register_forward_hook(look) for chunk in parts.chunks]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+        parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
     for hook in hooks:
         hook.remove()
     return most
@@ -69,5 +69,5 @@ def peak_of_step(parts: Any) -> int:
     import torch
 
     torch.cuda.reset_peak_memory_stats()
-    parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+    parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
     return torch.cuda.max_memory_allocated()

@@ -53,7 +53,7 @@ def count_step(parts: Any) -> dict[str, int]:
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
-        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+        parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
     found = {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}
     return {"mm": sum(flops for name, flops in found.items() if name in ("aten.mm", "aten.addmm"))}
 

@@ -89,7 +89,7 @@ def watch_step(parts: Any) -> list[str]:
     for number, chunk in enumerate(parts.chunks):
         chunk.module.register_forward_hook(lambda *_, number=number: events.append(f"F{number}"))
     with patch.object(schedules, "backward_step", seen):
-        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+        parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
     return events
 
 

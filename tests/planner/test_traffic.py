@@ -54,7 +54,7 @@ def config_of(model: dict[str, Any], precision: dict[str, Any], parallel: dict[s
 
 def count_messages(parts: Any) -> Counter:
     def step() -> None:
-        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+        parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
 
     groups = {"tp": parts.groups.tp, "pp": parts.groups.pp, "dp": parts.groups.dp}
     seen = observed_collectives(step, groups) if len(parts.chunks) == 1 else interleaved_messages(step, groups)

@@ -72,7 +72,7 @@ def probe_rank(parts: Any) -> dict[str, Any]:
     """Formats and sizes of everything on a rank."""
 
     def step() -> None:
-        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+        parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
 
     groups = parts.groups
     named = {"tp": groups.tp, "pp": groups.pp, "dp": groups.dp}
@@ -352,7 +352,7 @@ def formats_in_evaluation(config: Config) -> set[str]:
     """Formats that GEMMs read in an evaluation after a training step."""
 
     def probe(parts: Any) -> set[str]:
-        gemms = observed_gemms(lambda: parts.stepper.evaluate(batches(parts), parts.batch_shape))
+        gemms = observed_gemms(lambda: parts.stepper.evaluate(batches(parts), parts.batches.shape))
         return {name for _, _, name in gemms}
 
     return run_small(config, 1, probe).probe

@@ -118,7 +118,7 @@ def scripted(overflows: str, scaling: dict[str, Any]) -> list[tuple[float, bool,
         before_reduction(parts, poison)
         course = []
         for _ in overflows:
-            result = parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+            result = parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
             course.append((float(parts.optimizer.get_loss_scale()), result.skipped, result.grad_norm))
         return course
 
@@ -150,7 +150,7 @@ def found_by_itself() -> list[tuple[float, bool]]:
     def probe(parts) -> list[tuple[float, bool]]:
         course = []
         for _ in range(12):
-            result = parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+            result = parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
             course.append((float(parts.optimizer.get_loss_scale()), result.skipped))
         return course
 
@@ -180,7 +180,7 @@ def skipped_step(world_rank: int, value: float) -> dict[str, Any]:
                 parameters(parts)[-1].main_grad.view(-1)[-1] = value
 
         before_reduction(parts, poison)
-        step = lambda: parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)  # noqa: E731
+        step = lambda: parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)  # noqa: E731
         step()
         before = whole_state(parts)
         poisoned = True

@@ -57,8 +57,10 @@ def _train(parts: Any, first: int, last: int) -> list[float]:
 
     numbers = []
     for iteration in range(first, last + 1):
-        with parts.health.step(iteration):
-            result = parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+        with parts.health.before_step(iteration):
+            result = parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
+        for event, values in parts.health.after_step(iteration, not result.skipped):
+            parts.recorder.write(event, values)
         numbers += [result.loss.reduced_mean(), result.grad_norm]
     return numbers
 
@@ -252,7 +254,7 @@ def _resumed(config: Config) -> tuple[list[int], list[int], bool]:
     _spoilt_steps(parts, 2)
     saved = parts.health.state_dict()
     parts.precision.fall_back(())
-    other = type(parts.health)(parts.precision, parts.groups, parts.recorder, 100)
+    other = type(parts.health)(parts.precision, parts.groups, 100)
     other.load_state_dict(saved)
     running = [number for number in range(4) if parts.precision.runs_in_fp8(number)]
     return saved["fallen_back"], running, other.state_dict() == saved

@@ -77,7 +77,7 @@ def follow(parts) -> dict[str, Any]:
     for step in range(1, NUM_STEPS + 1):
         loss_scale = float(parts.optimizer.get_loss_scale())
         before = [(flat(p.main_param), *moments(fused, p)) for p in weights]
-        result = parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+        result = parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
         gradients = optimizer_gradients(seen[-1], loss_scale, result.grad_norm)
         norm = np.sqrt(sum((g.astype(DOUBLE) ** 2).sum() for g in seen[-1])) / loss_scale
         norm_error.append(abs(result.grad_norm / norm - 1))

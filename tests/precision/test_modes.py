@@ -67,8 +67,8 @@ def outputs_gradients_and_state(config, evaluations: int) -> tuple[list, dict]:
         seen = []
         for _ in range(3):
             for _ in range(evaluations):
-                parts.stepper.evaluate(batches(parts), parts.batch_shape)
-            result = parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+                parts.stepper.evaluate(batches(parts), parts.batches.shape)
+            result = parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
             seen.append((result.loss.sum_and_tokens.tolist(), result.grad_norm))
         gradients = {name: p.main_grad.clone() for chunk in parts.chunks for name, p in chunk.named_parameters()}
         state = {f"state {name}": tensor for name, tensor in parts.precision.state_dict().items()}
@@ -97,11 +97,11 @@ def scales_around_a_nan(config) -> tuple[bool, list[bool]]:
     """A weight of one rank becomes NaN after a good step; whether the norm is NaN then, and the state is finite."""
 
     def probe(parts):
-        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+        parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
         before = parts.precision.state_dict()
         if parts.groups.rank == 0:
             parts.chunks[0].module.layers[0].layernorm_mlp.layer_norm_weight.data[0] = math.nan
-        result = parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+        result = parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
         after = parts.precision.state_dict()
         unchanged = [
             torch.equal(after[name], tensor) if name.endswith("scale") else bool(tensor.isfinite().all())

@@ -88,7 +88,7 @@ def lonely_parameter(gradient: float, repaired: bool) -> tuple[bool, list[float]
     import torch
     from transformer_engine.pytorch.optimizers import FusedAdam
 
-    from megatron_fp8.optim.fp8_moments import survive_zero_moments
+    from megatron_fp8.optim.optimizer import survive_zero_moments
 
     parameter = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16, device="cuda"))
     optimizer = FusedAdam(

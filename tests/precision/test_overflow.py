@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_fp8.precision.overflow import overflow_problem, overflows_in_a_row
 from megatron_fp8.precision.policy import LossScaling
 from megatron_fp8.train.state import TrainState
 
@@ -16,7 +15,7 @@ def counts(script: str, scaling: LossScaling, scales: list[float]) -> list[int]:
     """The count after each step; in the script `x` is a step that was skipped."""
     found, count = [], 0
     for letter, scale in zip(script, scales, strict=True):
-        count = overflows_in_a_row(count, letter == "x", scale, scaling)
+        count = scaling.overflows_in_a_row(count, letter == "x", scale)
         found.append(count)
     return found
 
@@ -28,8 +27,8 @@ def test_overflows_count_only_where_the_scale_cannot_fall() -> None:
 
 @pytest.mark.parametrize(("scaling", "named"), [(DYNAMIC, "min_loss_scale=1"), (CONSTANT, "loss_scale=8")])
 def test_the_tenth_is_told_with_the_key(scaling: LossScaling, named: str) -> None:
-    assert overflow_problem(9, 1.0, scaling) is None
-    problem = overflow_problem(10, 1.0, scaling)
+    assert scaling.overflow_problem(9, 1.0) is None
+    problem = scaling.overflow_problem(10, 1.0)
     assert problem is not None
     assert named in problem
     assert "10 consecutive steps" in problem

@@ -178,7 +178,7 @@ def gathered_types(recipe: str) -> list[tuple[str, int]]:
             return original(output, piece, **options)
 
         param_and_grad_buffer.dist_all_gather_func = gather
-        parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+        parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
         param_and_grad_buffer.dist_all_gather_func = original
         return sent
 
@@ -198,7 +198,7 @@ def casts_of_weights(recipe: str, primary: bool) -> list[int]:
     import transformer_engine_torch as tex
 
     def probe(parts: Any) -> list[int]:
-        assert parts.batch_shape.num_microbatches >= 4
+        assert parts.batches.shape.num_microbatches >= 4
         weights = [p for name, p in named_parameters(parts).items() if name.startswith("layers.") and p.dim() == 2]
         plain = {p.data_ptr() for p in weights if not is_fp8(p)}
         buffers = [b.param_data for c in parts.chunks for b in c.buffers if b.param_data.dtype == torch.uint8]
@@ -223,7 +223,7 @@ def casts_of_weights(recipe: str, primary: bool) -> list[int]:
         counts = []
         for _ in range(2):
             count = 0
-            parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+            parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
             counts.append(count)
         tex.quantize, tex.fp8_block_scaling_partial_cast = quantize, partial_cast
         return counts

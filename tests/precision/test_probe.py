@@ -59,7 +59,7 @@ def _parts(config: Config) -> Any:
 def _step(parts: Any) -> Any:
     from tests.small_run import batches
 
-    return parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+    return parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
 
 
 def _measure(config: Config, shadow: bool) -> Caught:

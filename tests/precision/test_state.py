@@ -63,7 +63,7 @@ def continue_after(config, saved: Saved | None) -> list[float]:
 
     def probe(parts):
         for _ in range(2):
-            parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+            parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
         if saved is not None:
             for state in parts.precision.scaling_states():
                 state.scale.fill_(3.0)
@@ -71,7 +71,7 @@ def continue_after(config, saved: Saved | None) -> list[float]:
             assert parts.precision.load_state_dict(saved) == []
         losses = []
         for _ in range(2):
-            result = parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+            result = parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
             losses += [result.loss.reduced_mean(), result.grad_norm]
         return losses
 
@@ -92,7 +92,7 @@ def state_after_two_steps(config) -> Saved:
 
     def probe(parts):
         for _ in range(2):
-            parts.stepper.train(parts.optimizer, batches(parts), parts.batch_shape)
+            parts.stepper.train(parts.optimizer, batches(parts), parts.batches.shape)
         return parts.precision.state_dict()
 
     return run_small(config, 0, probe).probe

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from megatron_fp8.train.pace import EVALUATE, SAVE_CHECKPOINT, Pace
+from megatron_fp8.train.state import EVALUATE, SAVE_CHECKPOINT, Pace
 
 
 def test_pauses_are_no_part_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:

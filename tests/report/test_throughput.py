@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_fp8.config.layout import derive_layout
-from megatron_fp8.train.throughput import gpu_called, throughput_of
+from megatron_fp8.planner.throughput import gpu_called, throughput_of
 from tests.small_run import VOCAB_SIZE, small_config
 
 H100 = "NVIDIA H100 80GB HBM3; CUDA: torch.cuda and transformer_engine_torch are the real ones"

@@ -18,7 +18,7 @@ from megatron_fp8.report.console import ConsoleSink, LiveLine, format_record
 from megatron_fp8.report.html.tables import numbers
 from megatron_fp8.report.record import METRICS, JsonLines, Recorder
 from megatron_fp8.report.run_reader import read_run
-from tests.checkpoint.training import Memory, Samples
+from tests.checkpoint.training import Samples
 from tests.faults.training import BATCH, STEPS, Outcome, faulty_config, train_on_this_rank
 from tests.ranks import run_on_ranks
 
@@ -132,15 +132,16 @@ def evaluated(weights: tuple[float | None, ...], masked: tuple[bool, ...]) -> tu
     from tests.checkpoint.training import derived_layout
     from tests.small_run import VOCAB_SIZE
 
-    memory, config = Memory([]), config_of()
-    parts = build_parts(config, derived_layout(config), VOCAB_SIZE, devices.prepare(), Recorder([memory]))
+    config = config_of()
+    parts = build_parts(config, derived_layout(config), VOCAB_SIZE, devices.prepare(), Recorder([]))
     sets = [
         ValidationSet(name, MaskedSamples(16, range(BATCH) if every else ()), BATCH, weight)
         for name, every, weight in zip(("web", "code"), masked, weights, strict=True)
     ]
-    total = evaluate(parts, sets, TrainState())
-    assert evaluate(parts, sets, TrainState(iteration=2)) == total
-    return total, memory.records
+    total, events = evaluate(parts.stepper, parts.batches, sets, TrainState())
+    again, later = evaluate(parts.stepper, parts.batches, sets, TrainState(iteration=2))
+    assert again == total
+    return total, [{"event": event, **values} for event, values in [*events, *later]]
 
 
 @pytest.mark.parametrize("weights", [(None, None), (0.25, 0.75)])
@@ -185,12 +186,12 @@ def test_every_view_takes_a_record_without_a_loss(tmp_path: Path) -> None:
 
 
 def test_the_spike_detector_is_shown_no_step_without_a_loss() -> None:
-    from megatron_fp8.faults.spike import RecentLosses
-    from megatron_fp8.train.bad_steps import judge
+    from megatron_fp8.monitors.nonfinite import StepJudge, Verdict
+    from megatron_fp8.monitors.spike import RecentLosses
     from megatron_fp8.train.state import TrainState
 
     recent = RecentLosses([5.0, 5.0, 5.0], [2])
-    parts: Any = SimpleNamespace(config=config_of())
+    groups: Any = None
     result: Any = SimpleNamespace(nonfinite=False, skipped=False, mean_loss=None)
-    assert judge(parts, recent, TrainState(3), result) is None
+    assert StepJudge(config_of(), groups, []).judge(recent, TrainState(3), result) == Verdict()
     assert recent == RecentLosses([5.0, 5.0, 5.0], [2])

@@ -12,7 +12,7 @@ import torch
 
 from megatron_fp8 import device as devices
 from megatron_fp8.device import Device
-from megatron_fp8.train.node_watch import NodeReading, NodeWatch, node_series
+from megatron_fp8.monitors.node import NodeMonitor, NodeReading, node_series
 from tests.checkpoint.training import checkpoint_config, train_on_this_rank
 from tests.ranks import run_on_ranks
 
@@ -24,7 +24,7 @@ def test_a_node_is_read_by_its_first_rank_alone(tmp_path: Path, monkeypatch: pyt
     device = devices.prepare()
     monkeypatch.setenv("LOCAL_RANK", "0")
     # A directory that is yet to be made lies on the disk of the one above it.
-    series = node_series([NodeWatch(device, tmp_path / "not" / "made").read()])
+    series = node_series([NodeMonitor(device, tmp_path / "not" / "made").read()])
     assert set(series) == {f"node/0/{name}" for name in HOST}
     disk = os.statvfs(tmp_path)
     assert series["node/0/disk-free-bytes"] == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.1)
@@ -33,7 +33,7 @@ def test_a_node_is_read_by_its_first_rank_alone(tmp_path: Path, monkeypatch: pyt
     assert 0 < series["node/0/memory-available-bytes"] < total
     assert 0 <= series["node/0/cpu-percent"] <= 100
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert node_series([NodeWatch(device, tmp_path).read()]) == {}
+    assert node_series([NodeMonitor(device, tmp_path).read()]) == {}
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, **sensors: object) -> Device:
@@ -53,7 +53,7 @@ def test_gpus_of_a_node_are_put_together(tmp_path: Path, monkeypatch: pytest.Mon
         power_draw=lambda gpu: (650_000, 700_500)[gpu],
         clock_rate=lambda gpu: (1980, 1200)[gpu],
     )
-    series = node_series([NodeReading(), NodeWatch(device, tmp_path).read()])
+    series = node_series([NodeReading(), NodeMonitor(device, tmp_path).read()])
     assert set(series) == {f"node/1/{name}" for name in HOST | GPUS}
     assert {name: series[f"node/1/{name}"] for name in GPUS} == {
         "gpu-busy-percent": 95,
@@ -71,7 +71,7 @@ def test_sensors_that_fail_are_told_once_and_leave_gaps(
     def fail(gpu: int) -> float:
         raise RuntimeError("cuda driver can't be loaded, is cuda enabled?")
 
-    watch = NodeWatch(gpus(monkeypatch, utilization=fail), tmp_path)
+    watch = NodeMonitor(gpus(monkeypatch, utilization=fail), tmp_path)
     for _ in range(3):
         assert set(node_series([watch.read()])) == {f"node/0/{name}" for name in HOST}
     said = capsys.readouterr().err

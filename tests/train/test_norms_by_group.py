@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from megatron_fp8.monitors.norms import Group
 from megatron_fp8.report.series_registry import layer_maps
-from megatron_fp8.train.norms import Group
 from tests.checkpoint.training import checkpoint_config, train_on_this_rank
 from tests.ranks import run_on_ranks
 

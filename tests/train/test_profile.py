@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.autograd import DeviceType
 
-from megatron_fp8.train.profile import largest_costs
+from megatron_fp8.monitors.profiler import largest_costs
 from tests.checkpoint.training import Trained, checkpoint_config, train_on_this_rank
 from tests.ranks import run_on_ranks
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fp8.train.pace import EVALUATE, Pace
+from megatron_fp8.train.state import EVALUATE, Pace
 from tests.ranks import run_on_ranks
 from tests.small_run import batches, run_small, small_config
 
@@ -24,7 +24,7 @@ def after_a_broken_evaluation(parts: Any) -> dict[str, Any]:
 
     hook = layers[-1].register_forward_hook(fail)
     with pytest.raises(ConnectionError, match="the disk"):
-        parts.stepper.evaluate(batches(parts), parts.batch_shape)
+        parts.stepper.evaluate(batches(parts), parts.batches.shape)
     hook.remove()
     same = [
         torch.equal(before, state.amax_history)

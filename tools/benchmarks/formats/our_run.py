@@ -38,7 +38,7 @@ class OurRun:
         layout = derive_layout(config, 1, None)
         self.num_parameters = layout.num_parameters
         self._parts = build_parts(config, layout, layout.vocab_size, device, Recorder([]))
-        self._loader = self._parts.loader(samples, len(samples))
+        self._loader = self._parts.batches.loader(samples, len(samples))
         self._iterators = self._loader.iterators(len(self._parts.chunks))
         self.operands: dict[str, OperandNoise] = {}
 
@@ -49,7 +49,7 @@ class OurRun:
         parts = self._parts
         probe = TensorProbe(parts.precision.layers) if measure and parts.precision.policy.fp8 is not None else None
         with probe.measuring() if probe is not None else nullcontext():
-            result = parts.stepper.train(parts.optimizer, self._iterators, parts.batch_shape)
+            result = parts.stepper.train(parts.optimizer, self._iterators, parts.batches.shape)
         if not result.skipped:
             parts.schedule.step(1)
         if probe is not None:

@@ -77,7 +77,7 @@ def prepare(task: PrepareTask, on_step: Callable[[int], None]) -> Preparation:
 
 def _learning_rates(config: Config) -> list[float]:
     """The learning rate of each step, by the schedule of the training loop."""
-    from megatron_fp8.optim.build import build_schedule
+    from megatron_fp8.optim.optimizer import build_schedule
 
     # The schedule only writes into an optimizer's parameter groups.
     optimizer: Any = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.optimizer.lr)

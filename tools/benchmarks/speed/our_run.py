@@ -36,14 +36,14 @@ class OurRun:
         self.num_parameters = layout.num_parameters
         self._tokens_per_step = layout.tokens_per_global_batch
         samples = RepeatedBatch(fixed_tokens(config))
-        self._loader = self.parts.loader(samples, _NUM_STEPS * config.training.global_batch_size)
+        self._loader = self.parts.batches.loader(samples, _NUM_STEPS * config.training.global_batch_size)
         self._iterators = self._loader.iterators(len(self.parts.chunks))
 
     def step(self) -> StepSample:
         """One step as the loop makes it, loss reduction included."""
         parts = self.parts
         started = time.perf_counter()
-        result = parts.stepper.train(parts.optimizer, self._iterators, parts.batch_shape)
+        result = parts.stepper.train(parts.optimizer, self._iterators, parts.batches.shape)
         parts.schedule.step(1)
         loss = result.loss.reduced_mean()
         self._device.synchronize()

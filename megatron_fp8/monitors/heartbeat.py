@@ -1,12 +1,13 @@
-"""Owns what a rank is doing right now, as the training loop says it: step, phase, a count that grows as it advances.
+"""What a rank is doing right now, as the training loop says: its step, its phase, a count that grows as it advances.
 
-Written by the loop, read by the watchdog's threads. Costs one small object a phase, a micro-batch has two. Must not
-know who reads it or what follows. Imports no torch.
+Written by the loop and the spans of a step, read by the watchdog's threads. Costs one small object a phase.
 """
 
 import time
 from dataclasses import dataclass
 from enum import Enum
+
+from megatron_fp8.train.step_times import BACKWARD, DATA, FORWARD, OPTIMIZER
 
 
 class Phase(str, Enum):
@@ -24,6 +25,12 @@ class Phase(str, Enum):
 
 # Whose length depends on disks, compilers and the model's size, not on the step.
 _SLOW = (Phase.START, Phase.CHECKPOINT, Phase.PROFILE)
+_PHASE_OF_SPAN = {
+    DATA: Phase.DATA,
+    FORWARD: Phase.FORWARD_BACKWARD,
+    BACKWARD: Phase.FORWARD_BACKWARD,
+    OPTIMIZER: Phase.OPTIMIZER,
+}
 _PASSES = (Phase.FORWARD_BACKWARD, Phase.EVALUATION)
 
 
@@ -58,6 +65,14 @@ class Heartbeat:
         step = last.iteration if iteration is None else iteration
         # One assignment: a reader in another thread sees the whole beat or the one before.
         self.beat = Beat(last.count + 1, step, phase, slow, time.monotonic())
+
+    def on_span(self, name: str, begins: bool) -> None:
+        """A span of a step begins or ends: each micro-batch's passes count as progress, in evaluations too."""
+        phase = _PHASE_OF_SPAN.get(name)
+        if phase is None or (not begins and phase is not Phase.DATA):
+            return
+        # The schedule's passes are of training or of evaluation, as was said before.
+        self.enter(phase if begins and phase is not Phase.FORWARD_BACKWARD else self.passes)
 
     def step_done(self) -> None:
         """A step is done: from now on steps have their ordinary length."""

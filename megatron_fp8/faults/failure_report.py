@@ -4,6 +4,8 @@ Under `torchrun` the first failing rank's traceback is what the launcher prints 
 the file that the launcher reads. Must not know what was running.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import time

@@ -1,14 +1,13 @@
-"""Owns what a job says about its nodes: the host's load and memory, the disk of its runs, the GPUs' sensors.
+"""Monitors every node of a job: the host's load and memory, the disk of its runs, the GPUs' sensors.
 
-The first rank of each node reads; what it read goes into the record of the steps, so that every view has all nodes.
-Must not know where the numbers go. Imports no torch.
+The first rank of each node reads; what it read goes into the `train` record, so that every view has all nodes.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +15,8 @@ from statistics import fmean
 import psutil
 
 from megatron_fp8.device import Device, SensorError
+from megatron_fp8.monitors.protocol import Interval, Monitor
+from megatron_fp8.report.record import Value
 
 
 @dataclass(frozen=True)
@@ -37,25 +38,29 @@ class NodeReading:
     gpu_watts: float = math.nan
     gpu_megahertz: float = math.nan
 
-    def values(self) -> list[float]:
-        """Its numbers, to be gathered; `NodeReading(*values)` is the way back."""
-        return list(astuple(self))
 
-
-class NodeWatch:
+class NodeMonitor(Monitor):
     """Reads this node, on its first rank; `run_root` is where run directories are made."""
 
     def __init__(self, device: Device, run_root: Path) -> None:
-        self.reads = device.is_first_of_node()
+        self._reads = device.is_first_of_node()
         self._device = device
         self._disk = run_root.absolute()
         self._sensors_failed = False
         # The first reading of a share of time says nothing.
         psutil.cpu_percent()
 
+    def local_values(self) -> list[float]:
+        """Whether this rank reads, and the reading."""
+        return [float(self._reads), *astuple(self.read())]
+
+    def interval_values(self, interval: Interval) -> Mapping[str, Value]:
+        """Series of all nodes."""
+        return node_series([NodeReading(*values) for reads, *values in interval.rows if reads])
+
     def read(self) -> NodeReading:
         """The node now; on other ranks than its first nothing is read."""
-        if not self.reads:
+        if not self._reads:
             return NodeReading()
         memory = psutil.virtual_memory()
         return NodeReading(

@@ -1,4 +1,4 @@
-"""Owns the L2 norms of gradients and weights by group of parameters, exact in every layout.
+"""Records the L2 norms of gradients and weights by group of parameters, exact in every layout.
 
 A group is a kind of parameter in one layer, or outside the layers. Every rank adds up the squares of what it alone
 keeps, or is the one to count: the optimizer's parts of the whole gradients and of the masters. One sum over all ranks
@@ -8,7 +8,7 @@ makes norms of it. Must not know optimizers or when it is time to record.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +18,9 @@ from torch import Tensor
 from transformer_engine.pytorch.optimizers import multi_tensor_applier, multi_tensor_l2norm
 
 from megatron_fp8.checkpoint.contents import ModelPlaces
+from megatron_fp8.monitors.protocol import Event, Monitor
 from megatron_fp8.optim.state import MASTER, StatePart, state_parts
-from megatron_fp8.report.record import Recorder, Value
+from megatron_fp8.report.record import Value
 
 GRADIENTS, WEIGHTS = "grad-norm", "params-norm"
 _OF_A_LAYER = ("qkv", "proj", "fc1", "fc2", "norms")
@@ -51,11 +52,11 @@ class Group:
             if fragment in name:
                 parts = name.split(".")
                 return cls(kind, int(parts[1]) if parts[0] == "layers" else None)
-        raise KeyError(f"parameter {name!r} is of no known kind; add it to megatron_fp8/train/norms.py")
+        raise KeyError(f"parameter {name!r} is of no known kind; add it to megatron_fp8/monitors/norms.py")
 
 
-class NormWatch:
-    """Records a run's norms every `interval` steps; 0: never."""
+class NormMonitor(Monitor):
+    """Records a run's norms every `interval` steps."""
 
     def __init__(
         self,
@@ -63,13 +64,11 @@ class NormWatch:
         places: ModelPlaces,
         num_layers: int,
         device: torch.device,
-        recorder: Recorder,
         interval: int,
     ) -> None:
         self._optimizer = optimizer
         self._places = places
         self._device = device
-        self._recorder = recorder
         self._interval = interval
         # The same on every rank, so that what ranks sum lies in the same places.
         self._groups = [Group(kind, layer) for layer in range(num_layers) for kind in _OF_A_LAYER]
@@ -78,14 +77,15 @@ class NormWatch:
         # Norms of `_parts`.
         self._gradients: Tensor | None = None
 
-    def before_update(self, iteration: int) -> Callable[[], None] | None:
-        """What is to be called in the step that ends with `iteration` steps done, between gradients and update."""
-        return self._measure_gradients if self._interval and iteration % self._interval == 0 else None
+    def before_update(self, iteration: int) -> None:
+        """Measure the gradients, when it is time."""
+        if iteration % self._interval == 0:
+            self._measure_gradients()
 
-    def after_step(self, iteration: int, updated: bool) -> None:
-        """Record the step's gradients, if they were measured, and the weights after it; collective over all ranks.
+    def after_step(self, iteration: int, updated: bool) -> Iterator[Event]:
+        """The step's gradients, if they were measured, and the weights after it; collective over all ranks.
 
-        Of a step that changed nothing, because of its gradients, there is nothing to say.
+        Nothing of a step that changed no weights because of its gradients.
         """
         gradients, self._gradients = self._gradients, None
         if gradients is None or not updated:
@@ -98,7 +98,7 @@ class NormWatch:
         torch.distributed.all_reduce(sums)
         grad_squares, weight_squares, counts = sums.tolist()
         exists = [count > 0 for count in counts]
-        self._recorder.write(
+        yield (
             "norms",
             {
                 "iteration": iteration,

@@ -1,7 +1,6 @@
-"""Owns the numbers that say how well a run uses its GPUs: model FLOP/s, their share of the peak, the pipeline's bubble.
+"""How well a run uses its GPUs: model FLOP/s, their share of the peak, the pipeline's bubble.
 
-FLOPs are counted as `planner/flops` does; peaks are those of `planner/gpus`. A share of a peak that is not known is
-withheld, with the reason. Must not know how time is measured.
+A share of a peak that is not known is withheld, with the reason. Must not know how time is measured. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,22 +1,27 @@
-"""Owns the verdict on a job that does not advance: which rank holds it up, from what all ranks say of themselves.
+"""Finds out which rank causes a hang, from what the ranks say of themselves, and what its threads are doing.
 
-A rank that hangs holds up all others, each in a collective, so that to itself every rank looks alike. The one to name
-is, in this order: a rank that stands still and does not wait for others, of several those that are the least far; a
-rank whose process says nothing any more (stopped, or its interpreter is held); where all wait for each other, those
-that are the least far.
-
-A host runs ahead of its device. It waits in a collective or for a result, or, when it is so far ahead that the launch
-queue is full, in a launch. That is any line of the program, and may hold the interpreter, so that the rank is silent:
-therefore a rank that stands still is named before one that says nothing. What tells a launch from standing still is the
-device: a culprit's has done all that it was given, that of a rank which waits in a launch has not, and what keeps it is
-a collective that the culprit never entered. Imports no torch.
+The ranks' watchdogs exchange their status through keys of the store that the process group was started with. Must not
+know when to look, or what follows.
 """
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from __future__ import annotations
 
-from megatron_fp8.faults.heartbeat import Phase
+import json
+import linecache
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from types import FrameType
+
+import torch.distributed
+from torch.distributed import PrefixStore, Store
+
+from megatron_fp8.monitors.heartbeat import Phase
 
 _MOST_STACKS = 4
 _MOST_NAMED = 16
@@ -66,7 +71,7 @@ class Status:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Status":
+    def from_json(cls, text: str) -> Status:
         """What `to_json` made."""
         values = json.loads(text)
         return cls(**{**values, "phase": Phase(values["phase"])})
@@ -94,7 +99,7 @@ class Hang:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Hang":
+    def from_json(cls, text: str) -> Hang:
         """What `to_json` made."""
         values = json.loads(text)
         return cls(**{**values, "phase": Phase(values["phase"]), "culprits": tuple(values["culprits"])})
@@ -167,3 +172,79 @@ def without_store(own: Status, seconds: float) -> Hang:
         ),
         author=own.rank,
     )
+
+
+_NO_VERDICT = ""
+
+
+class HangBoard:
+    """Messages of `world_size` ranks and one verdict. Raises RuntimeError and its like where the store has gone."""
+
+    def __init__(self, store: Store, world_size: int, timeout_seconds: float) -> None:
+        own = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        own.set_timeout(timedelta(seconds=timeout_seconds))
+        self._store = PrefixStore("watchdog", own)
+        self._world_size = world_size
+
+    def post(self, rank: int, message: str) -> None:
+        """Replace what a rank says."""
+        self._store.set(f"rank {rank}", message)
+
+    def messages(self) -> Mapping[int, str]:
+        """What every rank says that has spoken yet."""
+        keys = {rank: f"rank {rank}" for rank in range(self._world_size)}
+        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+
+    def propose(self, verdict: str) -> str:
+        """Make this the verdict, unless there is one already; the one that holds."""
+        return self._store.compare_set("verdict", _NO_VERDICT, verdict).decode()
+
+    def verdict(self) -> str | None:
+        """The verdict, if there is one."""
+        return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
+
+
+MOST_CHARACTERS = 30_000
+# All below are collectives, or wait for one.
+_COLLECTIVES = tuple(
+    os.path.join(os.path.dirname(torch.distributed.__file__), name)  # noqa: PTH118, PTH120 - compared as text
+    for name in ("distributed_c10d.py", "_functional_collectives.py", "c10d_logger.py")
+)
+# Calls that end when other ranks' data, or the device's work on it, has come.
+_WAITS = re.compile(r"\.(wait|synchronize|item|tolist|cpu)\(|\bfloat\(")
+_BACKWARD = os.path.join("torch", "autograd", "graph.py")  # noqa: PTH118
+
+
+def thread_stacks(without: frozenset[int] = frozenset()) -> str:
+    """The Python stacks of all threads but those `without`, the main thread first, as a traceback shows them."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    parts = [
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in frames
+        if ident not in without
+    ]
+    return "\n".join(parts)[:MOST_CHARACTERS]
+
+
+def waits_for_others() -> bool:
+    """Whether the main thread is where a rank waits for others: in a collective, or for what comes of one."""
+    frames = sys._current_frames()
+    main = frames.get(threading.main_thread().ident or 0)
+    if main is None:
+        return False
+    if _waits(main):
+        return True
+    # Where the backward pass runs in threads of the device, it is they that wait.
+    in_backward = main.f_code.co_filename.endswith(_BACKWARD)
+    return in_backward and any(_waits(frame) for frame in frames.values() if frame is not main)
+
+
+def _waits(innermost: FrameType) -> bool:
+    path = innermost.f_code.co_filename
+    if path in _COLLECTIVES:
+        return True
+    if path == threading.__file__:
+        return False
+    return bool(_WAITS.search(linecache.getline(path, innermost.f_lineno)))

@@ -7,7 +7,7 @@ traced rank. What a step computes does not depend on it. Must not know what a st
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch.distributed
@@ -17,7 +17,9 @@ from torch.profiler import profile
 
 from megatron_fp8.config.schema_run import ProfileConfig
 from megatron_fp8.device import Device
-from megatron_fp8.report.record import Recorder
+from megatron_fp8.monitors.protocol import Event
+from megatron_fp8.parallel.object_collectives import broadcast
+from megatron_fp8.report.record import Value
 from megatron_fp8.train.step_times import StepTimes
 
 # In the run directory.
@@ -29,14 +31,11 @@ _NAME_WIDTH = 48
 class StepProfiler:
     """Traces the steps that `settings` name, into `directory`; None: nowhere, as in a run without a directory."""
 
-    def __init__(
-        self, settings: ProfileConfig, directory: Path | None, device: Device, times: StepTimes, recorder: Recorder
-    ) -> None:
+    def __init__(self, settings: ProfileConfig, directory: Path | None, device: Device, times: StepTimes) -> None:
         self._settings = settings
         self._directory = directory
         self._device = device
         self._times = times
-        self._recorder = recorder
         # On every rank; the profile on the traced ones.
         self._since: int | None = None
         self._profile: profile | None = None
@@ -46,13 +45,13 @@ class StepProfiler:
         ranks."""
         return self._is_wanted(iteration, ends) != (self._since is not None)
 
-    def change(self, iteration: int) -> None:
-        """Begin the trace, or end it; collective over all ranks."""
+    def change(self, iteration: int) -> Iterator[Event]:
+        """Begin the trace, or end it, which is recorded; collective over all ranks."""
         if self._since is None:
             self._begin()
             self._since = iteration
         elif self._directory is not None:
-            self._end(self._directory, self._since, iteration)
+            yield self._end(self._directory, self._since, iteration)
             self._since = None
 
     def _is_wanted(self, iteration: int, ends: bool) -> bool:
@@ -74,7 +73,7 @@ class StepProfiler:
         self._profile.start()
         self._times.annotates = True
 
-    def _end(self, directory: Path, since: int, iteration: int) -> None:
+    def _end(self, directory: Path, since: int, iteration: int) -> Event:
         costs = ""
         if self._profile is not None:
             self._times.annotates = False
@@ -82,18 +81,14 @@ class StepProfiler:
             self._profile.stop()
             costs = self._write(self._profile, directory, since, iteration)
             self._profile = None
-        told = [costs]
-        torch.distributed.broadcast_object_list(told, self._settings.ranks[0], device=self._device.torch_device)
-        self._recorder.write(
-            "profile",
-            {
-                "iteration": iteration,
-                "steps": iteration - since,
-                "ranks": list(self._settings.ranks),
-                "directory": str(directory),
-                "largest costs": told[0],
-            },
-        )
+        values: dict[str, Value] = {
+            "iteration": iteration,
+            "steps": iteration - since,
+            "ranks": list(self._settings.ranks),
+            "directory": str(directory),
+            "largest costs": broadcast(costs, self._settings.ranks[0]),
+        }
+        return "profile", values
 
     def _write(self, profiled: profile, directory: Path, since: int, iteration: int) -> str:
         """The files of this rank; returns its largest costs."""

@@ -14,6 +14,8 @@ A second thread only looks at the clock, for the case that the store does not an
 Durations are taken from the monotonic clock. Must not know what a step consists of or where records go.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import socket
@@ -27,11 +29,18 @@ from types import TracebackType
 from torch.distributed import Store
 
 from megatron_fp8.faults.device_look import DeviceLook
-from megatron_fp8.faults.hang import Hang, HangError, Status, find_hang, without_store
-from megatron_fp8.faults.hang_board import HangBoard
-from megatron_fp8.faults.heartbeat import Heartbeat
-from megatron_fp8.faults.report import SECONDS_FOR_THE_CAUSE, end_with
-from megatron_fp8.faults.thread_stacks import thread_stacks, waits_for_others
+from megatron_fp8.faults.failure_report import SECONDS_FOR_THE_CAUSE, end_with
+from megatron_fp8.monitors.hang import (
+    Hang,
+    HangBoard,
+    HangError,
+    Status,
+    find_hang,
+    thread_stacks,
+    waits_for_others,
+    without_store,
+)
+from megatron_fp8.monitors.heartbeat import Heartbeat
 
 # How long the culprit may take to tell sinks of records; below the time that the others leave it.
 _SECONDS_TO_TELL = 0.8 * SECONDS_FOR_THE_CAUSE
@@ -93,7 +102,7 @@ class Watchdog:
             threading.Thread(target=self._look_at_the_clock, name="watchdog-clock", daemon=True),
         ]
 
-    def __enter__(self) -> "Watchdog":
+    def __enter__(self) -> Watchdog:
         # Before anything can hang: a rank that never speaks could not be told from one that is to come.
         self._board.post(self._rank, self._status().to_json())
         for thread in self._threads:
