@@ -54,8 +54,7 @@ def run_job(
     """Train as `config`, already checked, says; `vocab_size` is that of the tokenizer, before padding.
 
     `start`: what the run starts from; on rank 0 that counts, and so does its config. `holds`: what rank 0 has kept from
-    being changed since it chose. `clock`: times the start, since the program started.
-    `quiet`: the console shows warnings and errors alone.
+    being changed since it chose. `clock`: started with the program. `quiet`: the console shows warnings and errors only.
 
     Every rank of the job calls this. Raises what the parts raise; `run_directory` is None on ranks that write none.
     """
@@ -69,13 +68,12 @@ def run_job(
     from megatron_fp8.monitors.profiler import PROFILES
     from megatron_fp8.parallel.object_collectives import broadcast
     from megatron_fp8.train.rollback import train_to_the_end
-    from megatron_fp8.train.setup import TrainingParts, build_parts
+    from megatron_fp8.train.setup import build_parts
     from megatron_fp8.train.step import IntervalLoss
 
     clock.end_part("import")
     init_process_group(device.backend(config.parallel.distributed_backend), config.parallel.distributed_timeout_minutes)
-    # Rank 0 alone chose, holding the run's lock.
-    config, start = broadcast((config, start))
+    config, start = broadcast((config, start))  # rank 0 alone chose, holding the run's lock
     warn_of_unmet_needs(config, device, process_environment(), torch.distributed.get_rank())
     layout = derive_layout(config, torch.distributed.get_world_size(), vocab_size)
     start, notes = verified_start(start, config)
@@ -84,16 +82,14 @@ def run_job(
     with ExitStack() as stack:
         run_directory, recorder = _open_run(config, start, holds, quiet)
         if run_directory is not None:
-            # When the record is closed, whatever ended the run.
-            stack.callback(report_at_end, run_directory)
+            stack.callback(report_at_end, run_directory)  # once the record is closed, whatever ended the run
         stack.callback(recorder.close)
         stack.push(partial(_record_failure, recorder))
         # Only rank 0 knows its final name; all ranks write checkpoints and profiles into it.
         everywhere = Path(broadcast(str(run_directory)))
         checkpoints = everywhere / CHECKPOINTS if config.checkpoint.save else None
-        profiles = everywhere / PROFILES
         clock.end_part("environment")
-        parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder, checkpoints, profiles)
+        parts = build_parts(config, layout, vocab_size, device, recorder, checkpoints, everywhere / PROFILES)
         stack.enter_context(watched(config, device, parts.heartbeat, recorder, run_directory))
         stack.enter_context(explaining_lost_ranks(parts.heartbeat, config.parallel.distributed_timeout_minutes))
         clock.end_part("model")
