@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp8.doctor.finding import Finding, Status, Surroundings
-from megatron_fp8.doctor.machine import nearest_directory
+from megatron_fp8.doctor.host_checks import nearest_directory
 
 MEETING_TIMEOUT = timedelta(seconds=90)
 # A network file system may show another machine's file some time after it was made.
