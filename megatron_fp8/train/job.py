@@ -54,7 +54,7 @@ def run_job(
     """Train as `config`, already checked, says; `vocab_size` is that of the tokenizer, before padding.
 
     `start`: what the run starts from; on rank 0 that counts, and so does its config. `holds`: what rank 0 has kept from
-    being changed since it chose. `clock`: started with the program. `quiet`: the console shows warnings and errors only.
+    being changed since it chose. `clock`: started with the program. `quiet`: warnings and errors only.
 
     Every rank of the job calls this. Raises what the parts raise; `run_directory` is None on ranks that write none.
     """
