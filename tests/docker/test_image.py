@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.image_root import context_files, ignored, read_instructions, substituted
+from tests.docker.image_root import context_files, ignored, read_instructions, substituted
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = [ROOT / "docker" / "Dockerfile", ROOT / "docker" / "Dockerfile.cpu"]

@@ -177,8 +177,6 @@ def test_what_one_check_loads_sets_or_breaks_is_nothing_to_the_others(
     monkeypatch.setattr(examination, "_PROCESSES_AT_ONCE", 1)
     options = DoctorOptions(Surroundings(str(tmp_path)), False, seconds_per_check=60)
     found = dict(zip(names, alone(options), strict=True))
-        zip(names, alone(DoctorOptions(Surroundings(str(tmp_path)), False, seconds_per_check=60)), strict=True)
-    )
     assert json.loads(found["loads"].text) == [str(library)]
     clean = {"files": [], "POISONED": None, "flag": 1.5}
     assert [json.loads(found[name].text) for name in ("looks", "looks_again")] == [clean, clean]
