@@ -191,6 +191,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _world_size(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int | None:
     """Ranks of the job; None when `--check` or `--plan` was not told. Without a launcher a run has one rank."""
+    size: int
     if arguments.world_size is not None:
         size, name = arguments.world_size, "--world-size"
     elif "WORLD_SIZE" in environ:
