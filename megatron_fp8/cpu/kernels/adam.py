@@ -11,6 +11,7 @@ pass over memory instead of about ten, in another order of operations: equal up 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,12 @@ class _Adam:
         if self.mode == 0 and self.weight_decay != 0:
             g = g.add(p, alpha=self.weight_decay)
         if self.mode == 1 and self.bias_correction and all(t.dtype == torch.float32 for t in (p, m, v)):
-            options = {"lr": self.lr, "beta1": self.beta1, "beta2": self.beta2, "weight_decay": self.weight_decay}
+            options: dict[str, Any] = {
+                "lr": self.lr,
+                "beta1": self.beta1,
+                "beta2": self.beta2,
+                "weight_decay": self.weight_decay,
+            }
             step = torch.tensor(float(self.step))
             torch._fused_adamw_(
                 [p], [g], [m], [v], [], [step], **options, eps=self.epsilon, amsgrad=False, maximize=False
