@@ -48,15 +48,10 @@ class _Adam:
         if self.mode == 0 and self.weight_decay != 0:
             g = g.add(p, alpha=self.weight_decay)
         if self.mode == 1 and self.bias_correction and all(t.dtype == torch.float32 for t in (p, m, v)):
-            options: dict[str, Any] = {
-                "lr": self.lr,
-                "beta1": self.beta1,
-                "beta2": self.beta2,
-                "weight_decay": self.weight_decay,
-            }
+            options: dict[str, Any] = {"lr": self.lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.epsilon}
             step = torch.tensor(float(self.step))
             torch._fused_adamw_(
-                [p], [g], [m], [v], [], [step], **options, eps=self.epsilon, amsgrad=False, maximize=False
+                [p], [g], [m], [v], [], [step], **options, weight_decay=self.weight_decay, amsgrad=False, maximize=False
             )
             return
         m32, v32 = m.float(), v.float()
