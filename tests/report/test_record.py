@@ -133,7 +133,7 @@ def test_a_stopped_run_says_why_and_how_to_go_on() -> None:
     record = {"event": "end", "iteration": 8, "seconds": 61.0, "stopped": "signal SIGTERM"}
     losses = {"lm loss validation at start": None, "lm loss validation": None}
     line = format_record({**record, **losses}, 100)
-    assert line == "stopped after 8 iterations in 1 min 01 s because of signal SIGTERM (--resume goes on)"
+    assert line == "stopped after 8 iterations in 1 min 01 s because of signal SIGTERM (continue with --resume)"
 
 
 BROKEN = [b"{", b"[1]", b"{}", b'{"event": 5}', b'{"event": "train", "iteration": "5"}', b"\xff\xfe", b"\0\0", b""]
@@ -155,11 +155,11 @@ def test_a_broken_line_is_told_by_its_number_and_stays_in_the_file(line: bytes, 
     ("numbers", "text"),
     [
         ([], ""),
-        ([1234], "line 1,234 of metrics.jsonl is no record and was left out"),
-        ([3, 5], "2 lines of metrics.jsonl are no records and were left out: 3, 5"),
+        ([1234], "line 1,234 of metrics.jsonl is not a record and was skipped"),
+        ([3, 5], "2 lines of metrics.jsonl are not records and were skipped: 3, 5"),
         (
             range(1, 13),
-            "12 lines of metrics.jsonl are no records and were left out: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...",
+            "12 lines of metrics.jsonl are not records and were skipped: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...",
         ),
     ],
 )
