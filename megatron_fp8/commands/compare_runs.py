@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp8.report.events import MEASUREMENTS
-from megatron_fp8.report.record import METRICS, BrokenLine, Record
+from megatron_fp8.report.record import METRICS, BrokenLines, Record
 from megatron_fp8.report.run_reader import RunError, read_config, records
 from megatron_fp8.report.series import Kind
 from megatron_fp8.report.series_registry import find
@@ -99,10 +99,11 @@ def steps(path: Path) -> Iterator[tuple[int, Step]]:
 
 
 def _of_steps(path: Path) -> Iterator[Record]:
-    for record in records(path):
-        if isinstance(record, BrokenLine):
-            raise RunError(f"{path}, line {record.number} is not a record of a run")
-        if record["event"] in EVENTS:
+    broken = BrokenLines()
+    for record in itertools.chain(records(path, broken), [None]):
+        if broken.count:
+            raise RunError(f"{path}, line {broken.first[0]} is not a record of a run")
+        if record is not None and record["event"] in EVENTS:
             if "iteration" not in record:
                 raise RunError(f"{path} has a {record['event']} record without iteration")
             yield record

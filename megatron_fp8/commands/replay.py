@@ -14,7 +14,7 @@ from megatron_fp8.config.load import load_config
 from megatron_fp8.config.problem import ConfigError
 from megatron_fp8.config.schema import Config
 from megatron_fp8.report.guarded import OpenSink
-from megatron_fp8.report.record import METRICS, BrokenLine, BrokenLines, iteration_of, read_records
+from megatron_fp8.report.record import METRICS, BrokenLines, iteration_of, read_records
 from megatron_fp8.report.views import opens_tensorboard, opens_wandb, tensorboard_directory
 
 _NOTHING_KEPT = -1
@@ -57,7 +57,7 @@ def _config(run: Path) -> Config:
     for name in (METRICS, "config.yaml"):
         if not (run / name).is_file():
             raise ReplayError(f"RUN {run}: {name} is missing; use a run directory, e.g. runs/quickstart")
-    if all(isinstance(record, BrokenLine) for record in read_records(run / METRICS)):
+    if not any(read_records(run / METRICS)):
         raise ReplayError(f"RUN {run}: {METRICS} has no records")
     return load_config(run / "config.yaml", []).config
 
@@ -81,10 +81,8 @@ def _replay(name: str, open_sink: OpenSink, run: Path) -> None:
     broken = BrokenLines()
     try:
         sink, newest = open_sink(_NOTHING_KEPT)
-        for record in read_records(run / METRICS):
-            if isinstance(record, BrokenLine):
-                broken.add(record)
-            elif iteration_of(record, newest + 1) > newest:
+        for record in read_records(run / METRICS, broken):
+            if iteration_of(record, newest + 1) > newest:
                 sink.write(record)
         sink.close()
     except Exception as error:

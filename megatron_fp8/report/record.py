@@ -8,7 +8,6 @@ import json
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -80,44 +79,41 @@ _LASTING_EVENTS = ("rewind",)
 _MOST_LINES_NAMED = 10
 
 
-@dataclass(frozen=True)
-class BrokenLine:
-    """A line of a `metrics.jsonl` that is not a record; `number` counts from 1."""
-
-    number: int
-
-
 class BrokenLines:
-    """Counts broken lines for a message."""
+    """Lines of a `metrics.jsonl` that are not records: how many, and the numbers, from 1, of the first ones."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._first: list[int] = []
+        self.count = 0
+        self.first: list[int] = []
 
-    def add(self, line: BrokenLine) -> None:
+    def add(self, number: int) -> None:
         """Count a line."""
-        self._count += 1
-        if len(self._first) < _MOST_LINES_NAMED:
-            self._first.append(line.number)
+        self.count += 1
+        if len(self.first) < _MOST_LINES_NAMED:
+            self.first.append(number)
 
     def __str__(self) -> str:
         """As `line 3 of metrics.jsonl is not a record and was skipped`; empty if there was none."""
-        if not self._count:
+        if not self.count:
             return ""
-        numbers = ", ".join(f"{number:,}" for number in self._first)
-        if self._count == 1:
+        numbers = ", ".join(f"{number:,}" for number in self.first)
+        if self.count == 1:
             return f"line {numbers} of {METRICS} is not a record and was skipped"
-        more = ", ..." if self._count > len(self._first) else ""
-        return f"{self._count:,} lines of {METRICS} are not records and were skipped: {numbers}{more}"
+        more = ", ..." if self.count > len(self.first) else ""
+        return f"{self.count:,} lines of {METRICS} are not records and were skipped: {numbers}{more}"
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any] | BrokenLine]:
+def read_records(path: Path, broken: BrokenLines | None = None) -> Iterator[dict[str, Any]]:
     """The records of a `metrics.jsonl` in order, those of older versions converted. Raises OSError.
 
-    An incomplete last line, of a run that is writing it or was killed, is ignored.
+    Lines that are not records are skipped, and counted in `broken` before the next record is given. An incomplete last
+    line, of a run that is writing it or was killed, is ignored.
     """
-    for _, record in _lines_and_records(path):
-        yield record if isinstance(record, BrokenLine) else upgraded(record)
+    for number, (_, record) in enumerate(_lines_and_records(path), start=1):
+        if record is not None:
+            yield upgraded(record)
+        elif broken is not None:
+            broken.add(number)
 
 
 def drop_records_after(path: Path, iteration: int) -> None:
@@ -131,7 +127,7 @@ def drop_records_after(path: Path, iteration: int) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as kept:
         for line, record in _lines_and_records(path):
-            if isinstance(record, BrokenLine) or _stays(record, iteration):
+            if record is None or _stays(record, iteration):
                 kept.write(line)
     temporary.replace(path)
 
@@ -148,11 +144,11 @@ def iteration_of(record: Record, without: int) -> int:
     return without if value is None else int(value)
 
 
-def _lines_and_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | BrokenLine]]:
+def _lines_and_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for line in file:
             if line.endswith(b"\n"):
-                yield line, _record(line) or BrokenLine(number)
+                yield line, _record(line)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

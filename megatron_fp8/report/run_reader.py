@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from megatron_fp8.report.curves import Curve, Floats, Keep
-from megatron_fp8.report.record import METRICS, BrokenLine, BrokenLines, Record, read_records
+from megatron_fp8.report.record import METRICS, BrokenLines, Record, read_records
 from megatron_fp8.report.series import Better, Kind
 from megatron_fp8.report.series_registry import NOT_FINITE, find
 
@@ -62,10 +62,10 @@ class Run:
         return [*self.first_events, *self.last_events]
 
 
-def records(path: Path) -> Iterator[Record | BrokenLine]:
+def records(path: Path, broken: BrokenLines) -> Iterator[Record]:
     """As `read_records`, but raises RunError for a file that is missing or unreadable."""
     try:
-        yield from read_records(path)
+        yield from read_records(path, broken)
     except FileNotFoundError:
         raise RunError(f"{path} does not exist; name a run directory, as in runs/quickstart") from None
     except OSError as error:
@@ -79,10 +79,7 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     # Series are read in blocks of records: far faster than value by value.
     blocks: dict[bool, list[Record]] = {False: [], True: []}
     waiting = {False: 0, True: 0}
-    for record in records(directory / METRICS):
-        if isinstance(record, BrokenLine):
-            broken.add(record)
-            continue
+    for record in records(directory / METRICS, broken):
         event = record["event"]
         run.end = record if event == "end" else None
         iteration = number(record.get("iteration"))

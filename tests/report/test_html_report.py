@@ -303,7 +303,7 @@ def test_the_tool_names_namesakes_and_says_where_runs_differ(
     [
         (None, [], "metrics.jsonl does not exist; name a run directory"),
         ("", [], "holds no record of a run"),
-        ('{"event": "start"}\n', ["--output", "nowhere/x.html"], "there is no directory nowhere"),
+        ('{"event": "start"}\n', ["--output", "nowhere/x.html"], "no directory nowhere"),
     ],
 )
 def test_what_is_no_run_is_explained(
@@ -335,5 +335,5 @@ def test_a_report_that_cannot_be_made_is_said_and_fails_nothing(
     report_at_end(run)
     errors = capsys.readouterr().err
     assert "report.html was not written: IsADirectoryError" in errors
-    assert f"make it with python tools/report.py {run}" in errors
+    assert f"write it with python tools/report.py {run}" in errors
     assert not list(run.glob(".report*"))

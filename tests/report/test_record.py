@@ -12,7 +12,6 @@ from rich.console import Console
 from megatron_fp8.report.console import ConsoleSink, format_record
 from megatron_fp8.report.events import format_seconds
 from megatron_fp8.report.record import (
-    BrokenLine,
     BrokenLines,
     JsonLines,
     Recorder,
@@ -146,7 +145,9 @@ def test_a_broken_line_is_told_by_its_number_and_stays_in_the_file(line: bytes, 
     # The last line is being written, or was when its run was killed.
     path.write_bytes(whole + line + b"\n" + whole + line)
     record = {"event": "train", "iteration": 1}
-    assert list(read_records(path)) == [record, BrokenLine(2), record]
+    broken = BrokenLines()
+    assert list(read_records(path, broken)) == [record, record]
+    assert (broken.count, broken.first) == (1, [2])
     drop_records_after(path, 0)
     assert path.read_bytes() == line + b"\n"
 
@@ -166,5 +167,5 @@ def test_a_broken_line_is_told_by_its_number_and_stays_in_the_file(line: bytes, 
 def test_broken_lines_are_said_in_a_sentence(numbers: list[int], text: str) -> None:
     broken = BrokenLines()
     for number in numbers:
-        broken.add(BrokenLine(number))
+        broken.add(number)
     assert str(broken) == text
