@@ -202,8 +202,8 @@ def test_fused_sgd_follows_torch(decay: float, nesterov: bool, dampening: float)
 
 
 def l2norm_bound(size: int) -> float:
-    """Relative error bound: an FP32 sum of squares of at most 2,048 values rounds each at most that often, the root halves
-    the error, and root and result are rounded once each."""
+    """Bound of the relative error: an FP32 sum of squares of at most 2,048 values rounds each at most that often, the
+    root halves the error, and root and result are rounded once each."""
     return (min(size, 2048) / 2 + 2) * 2.0**-24
 
 
