@@ -201,7 +201,7 @@ class CommOverlapAlgo(_ExtensionEnum):
 
 
 def get_cublasLt_version() -> int:
-    """cuBLASLt version as CUDA encodes it. TE asks for >= 120103 before it allows FP8 on Hopper."""
+    """cuBLASLt version as CUDA encodes it. TE requires >= 120103 for FP8 on Hopper."""
     return 130000
 
 

@@ -46,7 +46,7 @@ def moved(tensor: torch.Tensor, to_host: bool, non_blocking: bool = False, **kwa
 
 
 def _parsed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The device (None: as it is) and the keywords of `Tensor.to`, which takes `(device, dtype, non_blocking, copy)`,
+    """The device (None: unchanged) and the keywords of `Tensor.to`, which takes `(device, dtype, non_blocking, copy)`,
     `(dtype, non_blocking, copy)` and `(tensor, non_blocking, copy)`."""
     kwargs = dict(kwargs)
     device = kwargs.pop("device", None)

@@ -251,7 +251,7 @@ def fused_attn_bwd(
 
     aux_ctx_tensors: the forward pass's `[softmax_lse, rng_state]`; o, d_o: its output and the gradient of it,
     in o_format and do_format. Returns `[dq, dk, dv, None, None]` in fake_dtype, of the shapes of q, k, v and
-    packed in memory as dqkv_layout says, zero where padded; the last two stand for bias and softmax offset.
+    packed in memory as dqkv_layout says, zero where padded; the last two are of bias and softmax offset.
     """
     quantizers = (s_quantizer, dp_quantizer, dqkv_quantizer)
     _require_supported(bias_type, softmax_type, {"FP8": any(x is not None for x in quantizers)})

@@ -95,7 +95,7 @@ def _angles(
     if start_positions is not None:
         # There may be more of them than sequences: a cache has room for future ones.
         starts = start_positions[: x.shape[1 if sequence_first else 0]]
-        # Padding may lie past the last position, and is not read.
+        # Padding may be past the last position, and is not read.
         positions = (positions + starts.long().unsqueeze(0)).clamp(max=len(table) - 1)
     angles = table[positions].unsqueeze(2)
     return angles if sequence_first else angles.transpose(0, 1)
@@ -169,7 +169,7 @@ def fused_rope_forward(
 
     input: `[s, b, h, d]`, `[b, s, h, d]` or `[t, h, d]` by `qkv_format`, any strides. freqs: angles `[s2, 1, 1, r]`
     of positions 0 to s2. start_positions: int32 `[b]`, position of each sequence's first token, or None for 0.
-    The two features of a pair lie r / 2 apart, or side by side with `interleaved`. cu_seqlens: for thd, cumulative
+    The two features of a pair are r / 2 apart, or side by side with `interleaved`. cu_seqlens: for thd, cumulative
     lengths `[b + 1]` over all context-parallel ranks. Returns a contiguous tensor of input's shape and dtype.
     """
     _check(input, freqs, start_positions, qkv_format, cu_seqlens, cp_size)
