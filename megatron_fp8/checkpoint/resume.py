@@ -105,7 +105,9 @@ def start_from(start: Start, checkpoint: Path) -> Start:
         counters = manifest.counters
         skipped = int(counters.get("skipped_samples", 0))
         position = Position(manifest.iteration, int(counters["consumed_samples"]), skipped)
-    return replace(start, checkpoint=checkpoint, saved_config=manifest.config, position=position)
+    world_size = manifest.layout.get("world_size")
+    start = replace(start, saved_config=manifest.config, saved_world_size=world_size)
+    return replace(start, checkpoint=checkpoint, position=position)
 
 
 def _tracked(directory: CheckpointDirectory) -> int | None:

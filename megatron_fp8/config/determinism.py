@@ -77,8 +77,8 @@ def _undoing(values: Mapping[str, str]) -> Iterator[tuple[Switch, str]]:
 
 
 def _reason(switch: Switch, value: str) -> str:
-    return f"{switch.name}={value} leaves {switch.whose} free to add in any order, which {KEY}=true rules out"
+    return f"{switch.name}={value} lets {switch.whose} add in any order, which {KEY}=true rules out"
 
 
 def _use(switch: Switch) -> str:
-    return f"{switch.name}={' or '.join(switch.serve)}, or without it"
+    return f"{switch.name}={' or '.join(switch.serve)}, or leave it out"

@@ -54,23 +54,23 @@ def check_environment(facts: Facts) -> Iterator[Finding]:
     for name in dict.fromkeys(setting.partition("=")[0] for setting in settings):
         values = {setting.partition("=")[2] for setting in settings if setting.partition("=")[0] == name}
         if len(values) > 1:
-            reason = f"{name} is given {len(values)} values"
+            reason = f"{name} has {len(values)} different values"
             yield Finding(f"twice {name}", KEY, reason, (), "one of them", value=name)
 
 
 def _mistake(name: str, equals: str, value: str) -> tuple[str, str]:
     """(what is wrong with an entry, or nothing; what to use)."""
     if not equals or not name or not value:
-        return "an entry is NAME=value", f"{CONNECTIONS}=1, say"
+        return "an entry must be NAME=value", f"for example {CONNECTIONS}=1"
     if name in _OF_THE_LAUNCHER:
-        return f"{name} is each machine's own", "the launcher's environment"
+        return f"{name} is set per machine", "the launcher's environment"
     if _SECRET.search(name):
         return "the config is written to the run directory and to dashboards", "the launcher's environment for secrets"
     if not _LIBRARY_VARIABLE.fullmatch(name):
-        use = "variables of CUDA, NCCL, torch or Transformer Engine; others in the launcher's environment"
-        return f"{name} is none that the libraries under a run read", use
+        use = "the launcher's environment"
+        return f"{name} is not a CUDA, NCCL, torch or Transformer Engine variable", use
     if name == CONNECTIONS and not (value.isdecimal() and 1 <= int(value) <= 32):
-        return f"{value} is no number of connections, which CUDA has 1 to 32 of", f"{CONNECTIONS}=1"
+        return f"{value} is not a number of connections from 1 to 32", f"{CONNECTIONS}=1"
     return "", ""
 
 
@@ -80,8 +80,8 @@ def needs(parallel: ParallelConfig, compute_capability: tuple[int, int]) -> Iter
         yield Need(
             CONNECTIONS,
             "1",
-            "tensor-parallel collectives overlap with GEMMs only if the GPU takes kernels in the order of their "
-            "launch; with more connections a GEMM may come first, and the collective waits for it in every layer",
+            "tensor-parallel collectives overlap with GEMMs only if the GPU starts kernels in launch order; with more "
+            "connections a GEMM may start first, and the collective waits for it in every layer",
         )
 
 
@@ -94,7 +94,7 @@ def unmet_needs(
             KEY,
             f"{need.name}={environ[need.name]}" if need.name in environ else f"(without {need.name})",
             f"parallel.tensor_model_parallel_size={parallel.tensor_model_parallel_size}: {need.why}",
-            f"{need.name}={need.value} in {KEY}, or in the environment of the job, which comes first",
+            f"{need.name}={need.value} in {KEY}, or in the environment of the job, which takes precedence",
             origin,
         )
         for need in needs(parallel, compute_capability)
@@ -108,8 +108,8 @@ def overruled(parallel: ParallelConfig, environ: Mapping[str, str], origin: str 
         Problem(
             KEY,
             f"{name}={value}",
-            f"the job's environment has {name}={environ[name]}, which stays: it knows the machines",
-            f"`unset {name}` where the config's value is meant, or {name}={environ[name]} in the config",
+            f"the job's environment has {name}={environ[name]}, which takes precedence",
+            f"`unset {name}` to use the config's value, or set {name}={environ[name]} in the config",
             origin,
         )
         for name, value in variables(parallel.environment).items()
@@ -160,7 +160,7 @@ def _found(environ: Mapping[str, str], launcher: str, rank: str, size: str) -> F
     return ForeignTasks(
         max(_number(environ, rank), 0),
         f"{shown} in the environment, without {' and '.join(_OF_TORCHRUN)}\n"
-        f"    why: {launcher} started several tasks, and each would train on its own, into the same run\n"
+        f"    why: {launcher} started several tasks, and each would train separately into the same run\n"
         f"    use: {one_a_node} torchrun --nnodes {num_nodes} --nproc-per-node GPUS --rdzv-id NAME "
         "--rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 pretrain.py CONFIG; for one process, a single task",
     )
@@ -179,8 +179,8 @@ def secret_problems(config: Config, environ: Mapping[str, str], origins: Mapping
         Problem(
             key,
             hide(text, secrets),
-            f"it holds a secret (shown as {HIDDEN}), and the config is written to the run directory and to dashboards",
-            "an address without a password, and the secret in the environment or in the service's own file of logins",
+            f"contains a secret (shown as {HIDDEN}), and the config is written to the run directory and to dashboards",
+            "an address without a password; keep the secret in the environment or in the service's credentials file",
             origins.get(key, ""),
         )
         for key, text in _texts(config)

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_fp8.config.secret_texts import HIDDEN, hide, is_secret_key
 from megatron_fp8.errors import BadInputError
 
-LONGEST_VALUE_SHOWN_CHARS = 120
+MAX_VALUE_CHARS = 120
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,6 @@ def show_value(value: Any) -> str:
         text = f"[{', '.join(show_value(item) for item in value)}]"
     else:
         text = " ".join(str(value).split())
-    if len(text) > LONGEST_VALUE_SHOWN_CHARS:
-        return f"{text[:LONGEST_VALUE_SHOWN_CHARS]}..."
+    if len(text) > MAX_VALUE_CHARS:
+        return f"{text[:MAX_VALUE_CHARS]}..."
     return text

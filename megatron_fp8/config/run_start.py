@@ -38,16 +38,17 @@ START = Position()
 class Start:
     """What a run starts from.
 
-    `run_directory`: of the run that is continued; None: a new one. `checkpoint`: the directory of a whole checkpoint;
-    None: initial weights. `saved_config`: the config that it was made with, as YAML. `weights_only`: nothing but its
-    weights is taken. `position`: where in its steps and samples the run goes on. `may_fall_back`: an older checkpoint
-    will do when this one turns out to be damaged. `newest`: iteration of the newest checkpoint, whole or not, that the
-    run had when the choice was made. `notes`: what a person should know.
+    `run_directory`: of the run that is resumed; None: a new one. `checkpoint`: the directory of an intact checkpoint;
+    None: initial weights. `saved_config`, `saved_world_size`: its config, as YAML, and its number of ranks.
+    `weights_only`: only its weights are loaded. `position`: where in its steps and samples the run continues.
+    `may_fall_back`: use an older checkpoint if this one turns out to be corrupt. `newest`: iteration of the newest
+    checkpoint, intact or not, that the run had when the choice was made. `notes`: what to tell the user.
     """
 
     run_directory: Path | None = None
     checkpoint: Path | None = None
     saved_config: str | None = None
+    saved_world_size: int | None = None
     weights_only: bool = False
     position: Position = START
     may_fall_back: bool = False
@@ -61,8 +62,8 @@ class Start:
     def finished(self, train_iters: int) -> str:
         """What to say of such a run."""
         return (
-            f"the run {self.run_directory} is finished: its checkpoint is of iteration {self.position.iteration}, and "
-            f"training.train_iters is {train_iters}; nothing is left to train"
+            f"the run {self.run_directory} is finished: its checkpoint is at iteration {self.position.iteration} and "
+            f"training.train_iters={train_iters}; nothing left to train"
         )
 
 
@@ -117,10 +118,10 @@ def resolve_length(
     iterations = position.iteration + left // batch
     value = loaded.config.training.train_samples or loaded.config.training.train_epochs
     if iterations == 0:
-        reason = f"it is {samples} samples, and a step takes training.global_batch_size={batch}"
-        return loaded, [Problem(key, value, reason, "more of them, more text, or a smaller batch")]
+        reason = f"that is {samples} samples, fewer than a step of training.global_batch_size={batch}"
+        return loaded, [Problem(key, value, reason, "a longer run, more text, or a smaller batch")]
     if training.train_iters not in (0, iterations):
-        reason = f"{key}={value} says how long the run is, {iterations} steps"
+        reason = f"{key}={value} already sets the length of the run to {iterations} steps"
         return loaded, [Problem(TRAIN_ITERS, training.train_iters, reason, f"{TRAIN_ITERS}=0, or {key}=null")]
     config = loaded.config.model_copy(update={"training": training.model_copy(update={"train_iters": iterations})})
     origins = loaded.origins

@@ -41,9 +41,8 @@ def resolve_run_directory(config: Config) -> Path:
             Problem(
                 "run.name",
                 config.run.name,
-                f"the run directory {directory} exists, and nothing in it is overwritten",
-                f"--resume to continue that run, run.name={free.name}, or run.new_name_if_exists=true to have a free "
-                "name taken",
+                f"the run directory {directory} already exists and is never overwritten",
+                f"--resume to resume it, run.name={free.name}, or run.new_name_if_exists=true to pick a free name",
             )
         ]
     )
@@ -52,8 +51,10 @@ def resolve_run_directory(config: Config) -> Path:
 def reopen_run_directory(directory: Path) -> Path:
     """The directory of a run that is continued. ConfigError where it cannot be written to."""
     if wrong := why_unwritable(directory):
-        reason = f"its run {directory.name} cannot be continued: {wrong}"
-        raise ConfigError.from_problems([Problem("run.root", str(directory.parent), reason, "a copy of your own")])
+        reason = f"its run {directory.name} cannot be resumed: {wrong}"
+        raise ConfigError.from_problems(
+            [Problem("run.root", str(directory.parent), reason, "a copy that you can write to")]
+        )
     return directory
 
 
@@ -85,8 +86,8 @@ def _make(directory: Path, config: Config) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        reason = f"{directory} cannot be made: {why_refused(directory, error)}"
-        problem = Problem("run.root", config.run.root, reason, "a directory of your own")
+        reason = f"cannot create {directory}: {why_refused(directory, error)}"
+        problem = Problem("run.root", config.run.root, reason, "a directory that you can write to")
         raise ConfigError.from_problems([problem]) from error
     return True
 

@@ -66,7 +66,7 @@ def test_what_undoes_it_is_refused_in_the_config_and_in_the_jobs_environment(tmp
     if "," not in setting:
         (problem,) = problems_of(tmp_path, ON, f"parallel.environment=[{setting}]")
         assert problem.key == "parallel.environment"
-        assert f"{setting} leaves" in problem.reason
+        assert f"{setting} lets" in problem.reason
         assert f"{name}=" in problem.use_instead
     config = load_small(tmp_path, [ON]).config
     (problem,) = undone_by_job(config, {name: value})
