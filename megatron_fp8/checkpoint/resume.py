@@ -13,8 +13,7 @@ from pathlib import Path
 from megatron_fp8.checkpoint.directory import CHECKPOINTS, TRACKER, CheckpointDirectory, find_directory
 from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, find_corruption, read_manifest
 from megatron_fp8.config.problem import ConfigError, Problem, first_few
-from megatron_fp8.config.run_start import START, Holds, Position, Resume, Start
-from megatron_fp8.config.rundir import reopen_run_directory
+from megatron_fp8.config.run_start import START, Holds, Position, Resume, Start, reopen_run_directory
 from megatron_fp8.config.schema import Config
 
 

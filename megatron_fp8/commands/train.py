@@ -23,10 +23,15 @@ from megatron_fp8.commands.train_options import (
 )
 from megatron_fp8.config.check import DataReport, check_config
 from megatron_fp8.config.config_warnings import config_warnings
-from megatron_fp8.config.determinism import KEY as DETERMINISTIC
-from megatron_fp8.config.determinism import run_variables, undone_by_job
-from megatron_fp8.config.environment import KEY as ENVIRONMENT
-from megatron_fp8.config.environment import foreign_tasks, overruled, secret_problems
+from megatron_fp8.config.environment import (
+    DETERMINISTIC,
+    ENVIRONMENT,
+    foreign_tasks,
+    overruled,
+    run_variables,
+    secret_problems,
+    undone_by_job,
+)
 from megatron_fp8.config.layout import Layout, derive_layout
 from megatron_fp8.config.limits import MAX_RANKS
 from megatron_fp8.config.load import LoadedConfig, dump_config, load_config, process_environment
@@ -36,8 +41,14 @@ from megatron_fp8.config.problem import ConfigError, Problem, show_value
 from megatron_fp8.config.resume_check import compare_with_saved
 from megatron_fp8.config.rules_run import MODE as WANDB_MODE
 from megatron_fp8.config.rules_run import login_problem
-from megatron_fp8.config.run_start import LENGTH_KEYS, Start, resolve_length
-from megatron_fp8.config.rundir import make_run_directory_for_all, reopen_run_directory, resolve_run_directory
+from megatron_fp8.config.run_start import (
+    LENGTH_KEYS,
+    Start,
+    make_run_directory_for_all,
+    reopen_run_directory,
+    resolve_length,
+    resolve_run_directory,
+)
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.check_data import check_data
 from megatron_fp8.errors import BadInputError

@@ -13,7 +13,7 @@ from megatron_fp8.config.attention import (
     kept_score_bytes,
     unfused_attention,
 )
-from megatron_fp8.config.determinism import KEY as DETERMINISTIC
+from megatron_fp8.config.environment import DETERMINISTIC
 from megatron_fp8.config.fields import config_fields
 from megatron_fp8.config.layout import GemmShape, Layout
 from megatron_fp8.config.load import DEFAULT, LoadedConfig

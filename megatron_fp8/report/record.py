@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from megatron_fp8.config.secret_texts import hide
+from megatron_fp8.config.problem import hide
 from megatron_fp8.report.record_upgrade import upgraded
 
 # What a record may hold: JSON, with numbers that JSON lacks.

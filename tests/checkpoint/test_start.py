@@ -288,7 +288,7 @@ def test_the_decay_ends_where_it_was_to_end(
         kept = command(make_config(runs), runs, "--resume", *arguments, "optimizer.lr_decay_iters=6")
         assert not any("decay" in note for note in kept.start.notes)
     meant = command(make_config(runs), runs, "--resume", *arguments, "checkpoint.override_opt_param_scheduler=true")
-    assert f"the decay of the learning rate ends at step {end}, was 6" in meant.start.notes
+    assert f"the learning-rate decay ends at step {end}, was 6" in meant.start.notes
 
 
 @pytest.mark.parametrize("batch", [2, 4, 8])

@@ -46,7 +46,7 @@ def test_valid_configs_pass(tmp_path: Path, overrides: list[str], world_size: in
     [
         (["model.hidden_size=130"], 1, "model.hidden_size", "num_attention_heads=8", "model.hidden_size=128 or "),
         (["model.num_query_groups=3"], 1, "model.num_query_groups", "num_attention_heads=8", "groups=2 or "),
-        ([f"{TP}=3"], 3, "model.num_attention_heads", f"{TP}=3", "heads=12 (and then change model.hidden_size)"),
+        ([f"{TP}=3"], 3, "model.num_attention_heads", f"{TP}=3", "heads=12 (and then another model.hidden_size)"),
         ([f"{TP}=3"], None, "model.num_attention_heads", f"{TP}=3", f"{TP}=2 or {TP}=4"),
         ([f"{TP}=8"], 8, "model.num_query_groups", f"{TP}=8", "model.num_query_groups=8"),
         (["model.ffn_hidden_size=255", f"{TP}=2"], 2, "model.ffn_hidden_size", f"{TP}=2", "size=254 or "),
@@ -95,7 +95,13 @@ def test_valid_configs_pass(tmp_path: Path, overrides: list[str], world_size: in
             ["precision.mode=fp8", "precision.amax_reduction=off", f"{TP}=2", "parallel.sequence_parallel=true"],
             *(2, "precision.amax_reduction", "different scales", "precision.amax_reduction=auto"),
         ),
-        (["optimizer.min_lr=2e-3"], 1, "optimizer.min_lr", "exceed the peak learning rate optimizer.lr", "optimizer.min_lr=0.0001"),
+        (
+            ["optimizer.min_lr=2e-3"],
+            1,
+            "optimizer.min_lr",
+            "exceed",
+            "optimizer.min_lr=0.0001",
+        ),
         (["optimizer.lr_warmup_init=2e-3"], 1, "optimizer.lr_warmup_init", "exceed", "optimizer.lr=0.002"),
         (["optimizer.lr_warmup_iters=100"], 1, "optimizer.lr_warmup_iters", "step 100", "lr_warmup_iters=10"),
         (

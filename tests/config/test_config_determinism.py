@@ -8,7 +8,8 @@ import pytest
 from config_samples import VOCAB_SIZE, load_small
 
 from megatron_fp8.config.check import check_config
-from megatron_fp8.config.determinism import KEY, SWITCHES, run_variables, undone_by_job
+from megatron_fp8.config.environment import DETERMINISTIC as KEY
+from megatron_fp8.config.environment import SWITCHES, run_variables, undone_by_job
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.load import dump_config
 from megatron_fp8.config.problem import Problem

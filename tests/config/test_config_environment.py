@@ -9,7 +9,8 @@ from config_samples import VOCAB_SIZE, load_small, write
 from little_data import write_token_file
 
 from megatron_fp8.config.check import check_config
-from megatron_fp8.config.environment import CONNECTIONS, KEY, overruled, unmet_needs, variables
+from megatron_fp8.config.environment import CONNECTIONS, overruled, unmet_needs, variables
+from megatron_fp8.config.environment import ENVIRONMENT as KEY
 from megatron_fp8.config.schema import ParallelConfig
 from megatron_fp8.device import Device
 from megatron_fp8.train.job import warn_of_unmet_needs

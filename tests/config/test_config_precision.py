@@ -74,9 +74,18 @@ def test_valid_formats_pass(tmp_path: Path, overrides: list[str]) -> None:
                 *(FP8, "override_linear_precision=[true,false,true]"),
                 *("model.fuse_qkv_params=false", "parallel.use_distributed_optimizer=false"),
             ],
-            *("override_linear_precision", "autograd then rejects", "[false,false,true]; or model.fuse_qkv_params=true"),
+            *(
+                "override_linear_precision",
+                "autograd then",
+                "[false,false,true]; or model.fuse_qkv_params=true",
+            ),
         ),
-        ([FP8, "fp8_fallback=true", "fp8_health_interval=0"], "fp8_fallback", "disables the checks", "health_interval=100"),
+        (
+            [FP8, "fp8_fallback=true", "fp8_health_interval=0"],
+            "fp8_fallback",
+            "disables",
+            "health_interval=100",
+        ),
         ([FP8, "fp8_fallback=true", "fp8_param_gather=true"], "fp8_fallback", "only in FP8", "fp8_param_gather=false"),
         (
             [FP8, "fp8_fallback=true", "fp8_fallback_num_healthy_checks=1", "model.fuse_qkv_params=false"],
@@ -92,7 +101,12 @@ def test_valid_formats_pass(tmp_path: Path, overrides: list[str]) -> None:
             ),
         ),
         (["mode=fp16", "main_grads_dtype=bf16"], "main_grads_dtype", "parameters' format", "main_grads_dtype=fp32"),
-        (["mode=fp32", "main_params_dtype=fp16"], "main_params_dtype", "their own master weights", "main_params_dtype=fp32"),
+        (
+            ["mode=fp32", "main_params_dtype=fp16"],
+            "main_params_dtype",
+            "their own",
+            "main_params_dtype=fp32",
+        ),
         (
             [FP8, "fp8_param_gather=true", "parallel.use_distributed_optimizer=false"],
             *("fp8_param_gather", "gathers them", "parallel.use_distributed_optimizer=true"),

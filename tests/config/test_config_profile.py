@@ -31,7 +31,7 @@ from tests.small_run import small_config
             "profile.ranks=[0]",
         ),
         (["start=1", "stop=2", "ranks=[-1]"], "profile.ranks", "no such rank: -1", "profile.ranks=[0]"),
-        (["start=1", "stop=2", "ranks=[]"], "profile.ranks", "no rank is to be traced", "profile.ranks=[0]"),
+        (["start=1", "stop=2", "ranks=[]"], "profile.ranks", "the list of ranks is empty", "profile.ranks=[0]"),
         (["start=1", "stop=2", "ranks=[2,1,2]"], "profile.ranks", "duplicate ranks", "profile.ranks=[2,1]"),
     ],
 )
