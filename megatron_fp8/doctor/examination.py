@@ -197,7 +197,7 @@ def _answer(check: str, surroundings: Surroundings, seconds: float, local: bool 
     return data if isinstance(data, list) else Finding.from_json(data)
 
 
-def _death(check: str, process: subprocess.Popen, log: IO[str], hung_seconds: float | None) -> Finding:
+def _death(check: str, process: subprocess.Popen[str], log: IO[str], hung_seconds: float | None) -> Finding:
     """The fault of a check whose process died, or hangs: what it wrote last says why."""
     if hung_seconds is not None:
         process.send_signal(signal.SIGABRT)

@@ -137,9 +137,9 @@ def gather(surroundings: Surroundings) -> list[tuple[str, list[dict[str, Any]]]]
     return _gathered((socket.gethostname(), [finding.as_json() for finding in surroundings.findings]))
 
 
-def _gathered(value: object) -> list:
+def _gathered(value: object) -> list[Any]:
     import torch.distributed
 
-    values: list = [None] * torch.distributed.get_world_size()
+    values: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
