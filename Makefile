@@ -84,7 +84,7 @@ BASE_IMAGE = $(shell sed -n 's/^ARG BASE_IMAGE=//p' docker/Dockerfile.cpu)
 image-check: $(VENV_READY) ## carry out docker/Dockerfile.cpu in a clean root: self test and three steps (root, mmdebstrap)
 	rm -rf --one-file-system build/image-base build/image-root
 	tools/image_base.sh $(BASE_IMAGE) build/image-base
-	$(VENV)/bin/python tools/image_root.py docker/Dockerfile.cpu build/image-root --base build/image-base \
+	$(VENV)/bin/python tests/docker/image_root.py docker/Dockerfile.cpu build/image-root --base build/image-base \
 	    --run true \
 	    --run "python /opt/megatron-fp8/tools/prepare_quickstart.py --output data/quickstart" \
 	    --run "torchrun --standalone --nproc-per-node 4 /opt/megatron-fp8/pretrain.py \

@@ -140,7 +140,7 @@ def _on_an_h100(utils: Any, ask: Ask) -> Iterator[None]:
         number, reason = ask(asked)
         return utils.FusedAttnBackend(number) if number >= 0 else utils.FusedAttnBackend.No_Backend, reason
 
-    from megatron_fp8.doctor.packages import installed
+    from megatron_fp8.doctor.package_checks import installed
 
     version = tuple(map(int, (installed("nvidia-cudnn-cu13") or "").split(".")[:3]))
     clean = {name: value for name, value in process_environment().items() if not name.startswith("NVTE_")}

@@ -37,7 +37,7 @@ _LEFT_OUT = ("CUDA", "CUDNN", "NVTE")
 _JUDGE = """
 import sys
 from pathlib import Path
-from megatron_fp8.doctor.loaded import judged, loaded_files
+from megatron_fp8.doctor.library_checks import judged, loaded_files
 finding = judged(loaded_files(), Path(torch.__file__).resolve().parents[1])
 print(f"{finding.text}; cuDNN {torch.backends.cudnn.version()}")
 sys.exit(finding.status.value == "FAULT")

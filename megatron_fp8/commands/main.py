@@ -42,6 +42,7 @@ COMMANDS = {
     "report": Command("report", "write the HTML report of a run, or a comparison of several"),
     "compare-runs": Command("compare_runs", "find the first step at which two runs differ"),
     "replay": Command("replay", "rewrite the TensorBoard and wandb views of a run from its record"),
+    "doctor": Command("doctor", "report what is installed on this machine, and what of it works"),
     "dashboard": Command("dashboard", "print or save the wandb dashboard of runs"),
 }
 

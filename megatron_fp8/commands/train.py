@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +42,7 @@ from megatron_fp8.data.check_data import check_data
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.faults.run_lock import Holds
 from megatron_fp8.parallel.process_environment import set_variables
+from megatron_fp8.report.start_clock import StartClock
 
 RUN_ROOT = "run.root"
 # Where what a run starts from is looked for.
@@ -77,16 +77,17 @@ Checked = tuple[Command, Layout | None]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as `arguments` (default: the command line) say."""
-    started = time.monotonic()
+    clock = StartClock()
     holds = Holds()
     command = parse_command_line(sys.argv[1:] if arguments is None else arguments, process_environment(), holds)
     set_variables(run_variables(command.config))
+    clock.end_part("config")
     from megatron_fp8.faults.exit_codes import ExitCode
     from megatron_fp8.faults.failure_report import run_reporting
     from megatron_fp8.parallel.process_group import global_rank
     from megatron_fp8.train.job import run_job
 
-    job = partial(run_job, command.config, command.vocab_size, command.start, holds, started, command.quiet)
+    job = partial(run_job, command.config, command.vocab_size, command.start, holds, clock, command.quiet)
     if run_reporting(job, global_rank()).stopped is not None:
         sys.exit(ExitCode.STOPPED)
 
@@ -190,6 +191,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _world_size(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int | None:
     """Ranks of the job; None when `--check` or `--plan` was not told. Without a launcher a run has one rank."""
+    size: int
     if arguments.world_size is not None:
         size, name = arguments.world_size, "--world-size"
     elif "WORLD_SIZE" in environ:

@@ -107,9 +107,10 @@ def _share(settings: OptimizerConfig, step: int, end: int) -> float:
     if step <= begin:
         return 1.0
     done = (step - begin) / (end - begin)
-    return {
+    factors: dict[str, float] = {
         "cosine": 0.5 * (math.cos(math.pi * done) + 1),
         "linear": 1 - done,
         "exponential": 2 * 0.5**done - 1,
         "minus_sqrt": 1 - math.sqrt(done),
-    }[style]
+    }
+    return factors[style]

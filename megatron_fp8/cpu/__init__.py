@@ -10,12 +10,12 @@
     linear = te.Linear(32, 32, device="cuda")
 
 `torch.cuda`, NCCL's process groups and TE's compiled extension are then emulated on the host, FP8 by value; the Python
-of both libraries is the unmodified one. On a machine with CUDA `install()` does nothing, so the same script runs on
-both. `python -m megatron_fp8.cpu [-m MODULE | SCRIPT] ARGS` runs a program without changing it, and the processes it
-starts. `docs/api.md` has whole programs.
+of both libraries is unmodified. On a machine with CUDA `install()` does nothing, so the same script runs on both.
+`python -m megatron_fp8.cpu [-m MODULE | SCRIPT] ARGS` runs an unmodified program, and the processes that it starts.
+`docs/api.md` has complete programs.
 """
 
+from megatron_fp8.cpu.host_memory import peak_resident_bytes
 from megatron_fp8.cpu.install import describe, install, installed, reject_missing_stand_in
-from megatron_fp8.cpu.resident_memory import peak_resident_bytes
 
 __all__ = ["describe", "install", "installed", "peak_resident_bytes", "reject_missing_stand_in"]

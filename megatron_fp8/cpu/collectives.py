@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_fp8.cpu.nccl_calls import LOOKS, MESSAGES
 from megatron_fp8.cpu.nccl_groups import NcclGroups, is_nccl
+from megatron_fp8.cpu.nccl_rules import LOOKS, MESSAGES
 
 # Collectives that only move elements; reductions of float8 are refused in `nccl_rules`.
 _MOVE_NAMES = "all_gather all_gather_coalesced broadcast scatter gather all_to_all all_to_all_single "

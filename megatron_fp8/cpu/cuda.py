@@ -1,10 +1,8 @@
-"""`torch.cuda` on a machine without CUDA: one table of what each name of it means on a CPU.
+"""`torch.cuda` and `torch.accelerator` on a machine without CUDA: a table of what each name does on a CPU.
 
-The device answers as an H100 (`sm_90`), so that Transformer Engine and Megatron Core choose the paths that
-they choose there. A name that is not in the table raises NotImplementedError with that name when it is
-called.
-
-All devices of a process share one random number generator, which is not the host's (`generators`).
+The device reports itself as an H100 (`sm_90`), so that Transformer Engine and Megatron Core choose the same code paths.
+A name that is missing from the table raises NotImplementedError with that name when called. All devices of a process
+share one random number generator, which is not the host's (`generators`).
 """
 
 # ruff: noqa: ARG001, ARG002, ARG005  (the signatures are torch's)
@@ -249,3 +247,42 @@ def _state_on_host(get_state: Callable[..., torch.Tensor]) -> Callable[..., torc
         return put_on_host(get_state(*args, **kwargs))
 
     return state
+
+
+def _current_accelerator(check_available: bool = False) -> torch.device:
+    return torch.device("cuda")
+
+
+def _cuda(name: str) -> Callable[..., Any]:
+    """`torch.cuda.NAME` as it is when it is called: the stand-in's parts may still be replaced."""
+    return lambda *args, **kwargs: getattr(torch.cuda, name)(*args, **kwargs)
+
+
+# Names of torch.accelerator, and those of torch.cuda that answer for them.
+_FROM_CUDA = {
+    "is_available": "is_available",
+    "device_count": "device_count",
+    "current_device_index": "current_device",
+    "current_device_idx": "current_device",
+    "set_device_index": "set_device",
+    "set_device_idx": "set_device",
+    "get_device_capability": "get_device_capability",
+    "current_stream": "current_stream",
+    "set_stream": "set_stream",
+    "synchronize": "synchronize",
+    "empty_cache": "empty_cache",
+    "get_memory_info": "mem_get_info",
+    "memory_allocated": "memory_allocated",
+    "memory_reserved": "memory_reserved",
+    "max_memory_allocated": "max_memory_allocated",
+    "max_memory_reserved": "max_memory_reserved",
+    "memory_stats": "memory_stats",
+    "reset_peak_memory_stats": "reset_peak_memory_stats",
+}
+
+
+def patch_accelerator() -> None:
+    """Replace the functions of `torch.accelerator`."""
+    torch.accelerator.current_accelerator = _current_accelerator
+    for name, answering in _FROM_CUDA.items():
+        setattr(torch.accelerator, name, _cuda(answering))

@@ -1,8 +1,8 @@
-"""Enumerations of Transformer Engine's compiled extension, with its own names and values.
+"""Enumerations and constants of Transformer Engine's compiled extension, with its names and values.
 
-Owns the numbers only. The values are those of TE's C headers (`transformer_engine.h`, `fused_attn.h`,
-`fused_router.h`, `comm_gemm_overlap.h`); TE's Python checks some of them at import (`constants.DType`,
-`fused_attn.FusedAttnBackend`) and stores them as plain integers in checkpoints. Must not know any kernel.
+The values are those of TE's C headers (`transformer_engine.h`, `fused_attn.h`, `fused_router.h`,
+`comm_gemm_overlap.h`); TE's Python checks some of them at import and stores them as integers in checkpoints. Library
+versions and capabilities describe a Hopper machine with current libraries and no Userbuffers links.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ __all__ = [
     "NVTE_QKV_Format",
     "NVTE_QKV_Layout",
     "NVTE_Softmax_Type",
+    "device_supports_multicast",
+    "get_cublasLt_version",
+    "get_cudnn_version",
+    "get_num_cublas_streams",
+    "get_stream_priority_range",
+    "ubuf_built_with_mpi",
 ]
 
 EXTENSION_NAME = "transformer_engine_torch"
@@ -217,3 +223,35 @@ class CommOverlapAlgo(_ExtensionEnum):
     ATOMIC_GEMM_AG_P2P = 6
     ATOMIC_GEMM_RS_P2P = 7
     EXTERNAL_BULK_OVERLAP_AG = 8
+
+
+def get_cublasLt_version() -> int:
+    """cuBLASLt version as CUDA encodes it. TE asks for >= 120103 before it allows FP8 on Hopper."""
+    return 130000
+
+
+def get_cudnn_version() -> int:
+    """cuDNN version, `major * 10000 + minor * 100 + patch`."""
+    return 91800
+
+
+def get_num_cublas_streams() -> int:
+    """Number of compute streams that grouped GEMMs are spread over. On CPUs everything is in one order."""
+    return 1
+
+
+def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
+    """Lowest and highest stream priority. Streams have none here."""
+    del device_id
+    return 0, 0
+
+
+def device_supports_multicast(device_id: int = -1) -> bool:
+    """Whether GPUs share multicast memory, as Userbuffers overlap needs. Never here."""
+    del device_id
+    return False
+
+
+def ubuf_built_with_mpi() -> bool:
+    """Whether Userbuffers bootstrap over MPI. Never here."""
+    return False

@@ -1,11 +1,8 @@
-"""Puts the stand-in in place: one call, before Transformer Engine or Megatron Core is imported.
+"""Installs the stand-in: one call, before Transformer Engine or Megatron Core is imported. No part may import either.
 
-Knows the order in which the parts go in, and where Transformer Engine looks for its compiled extension. What the
-parts do is in their files, and no part may import Transformer Engine or Megatron Core.
-
-Cost, measured on one thread of a shared Xeon with torch 2.13: a patched factory takes 1.5 microseconds longer,
-`Tensor.to` 0.25, `Tensor.device` and `is_cuda` 0.2, a call of a kernel 1; operations on GPU tensors are untouched. An
-operation on host tensors takes 7 longer, an attribute of one 2.
+Overhead, on one thread of a shared Xeon with torch 2.13: 1.5 microseconds per patched factory call, 0.25 per
+`Tensor.to`, 0.2 per `Tensor.device` or `is_cuda`, 1 per kernel call, none per operation on GPU tensors, 7 per operation
+on host tensors and 2 per attribute of one.
 """
 
 from __future__ import annotations
@@ -15,14 +12,13 @@ import os
 import sys
 from types import ModuleType
 
+from megatron_fp8.cpu.host_memory import keep_freed_memory
 from megatron_fp8.cpu.import_hook import patch_after_import
-from megatron_fp8.cpu.malloc import keep_freed_memory
-from megatron_fp8.cpu.megatron import MEGATRON_PATCHES
-from megatron_fp8.cpu.recipes import RECIPE_PATCHES
+from megatron_fp8.cpu.library_patches import LIBRARY_PATCHES
 
 _EXTENSION = "transformer_engine_torch"
 _MARK = "__megatron_fp8_cpu__"
-# They look for the extension, or for Transformer Engine, while they are imported.
+# These look for the extension, or for Transformer Engine, when imported.
 _TOO_LATE_AFTER = (_EXTENSION, "transformer_engine", "megatron.core")
 
 
@@ -32,16 +28,14 @@ def installed() -> bool:
 
 
 def install(force: bool = False) -> bool:
-    """Make `torch.cuda` and `transformer_engine_torch` work on the CPU; return whether they now do so.
+    """Emulate `torch.cuda` and `transformer_engine_torch` on the CPU; return whether they are emulated now.
 
-    Does nothing on a machine with CUDA unless `force`, and nothing when called again.
-
-    Raises RuntimeError when Transformer Engine or Megatron Core was imported before: they decide at import
-    what they can use.
+    Does nothing on a machine with CUDA unless `force`, and nothing when called again. Raises RuntimeError when
+    Transformer Engine or Megatron Core was imported before: they look for CUDA at import.
     """
     if installed():
         return True
-    # Torch is imported here and not above, so that help texts need no torch.
+    # Not imported at the top, so that `--help` needs no torch.
     import torch
 
     if torch.cuda.is_available() and not force:
@@ -59,34 +53,26 @@ def install(force: bool = False) -> bool:
     keep_freed_memory()
     _patch_torch()
     sys.modules[_EXTENSION] = extension
-    patch_after_import(
-        {
-            "transformer_engine.common": _find_stand_in,
-            "transformer_engine.pytorch.attention.custom_ops": _patch_custom_ops,
-            "transformer_engine.pytorch.attention.dot_product_attention.backends": _patch_attention,
-            **MEGATRON_PATCHES,
-            **RECIPE_PATCHES,
-        }
-    )
+    patch_after_import(LIBRARY_PATCHES)
     return True
 
 
 def reject_missing_stand_in(error: RuntimeError) -> None:
-    """Raise RuntimeError that says how to install the stand-in, if `error` met an import of TE that lacks it."""
+    """Raise RuntimeError with how to install the stand-in, if `error` comes from importing TE without CUDA or it."""
     import torch
 
     if installed() or torch.cuda.is_available():
         return
     raise RuntimeError(
-        "Transformer Engine finds no CUDA on this machine, and the CPU stand-in is not installed. Begin the program "
+        "Transformer Engine finds no CUDA on this machine, and the CPU stand-in is not installed. Start the program "
         "with\n\n    from megatron_fp8 import cpu\n\n    cpu.install()\n\n"
-        "before anything imports transformer_engine or megatron.core; or run it as it is with\n\n"
+        "before anything imports transformer_engine or megatron.core, or run it unchanged with\n\n"
         "    python -m megatron_fp8.cpu SCRIPT ARGS"
     ) from error
 
 
 def describe() -> str:
-    """One line for the start of a log: where this process computes."""
+    """One line for the log: what this process computes on."""
     if not installed():
         return "CUDA: torch.cuda and transformer_engine_torch are the real ones"
     version = importlib.metadata.version("transformer_engine")
@@ -95,26 +81,24 @@ def describe() -> str:
 
 
 def _set_environment() -> None:
-    # Transformer Engine then does not look for its shared libraries.
+    # Keeps Transformer Engine from loading its shared libraries.
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
-    # torch.compile needs a C++ compiler and seconds for each function; eager gives the same numbers. Megatron Core
-    # compiles a method where it defines it: torch would import its compiler, which takes the stub for a whole Triton.
+    # torch.compile needs a C++ compiler and seconds per function; eager gives the same numbers. Megatron Core compiles
+    # a method where it defines it: torch would import its compiler, which takes the stub for a complete Triton.
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 def _patch_torch() -> None:
-    from megatron_fp8.cpu.accelerator import patch_accelerator
     from megatron_fp8.cpu.autocast import patch_autocast
     from megatron_fp8.cpu.classes import patch_classes
     from megatron_fp8.cpu.collectives import patch_collectives
-    from megatron_fp8.cpu.cuda import patch_cuda
+    from megatron_fp8.cpu.cuda import patch_accelerator, patch_cuda
     from megatron_fp8.cpu.factories import patch_factories
     from megatron_fp8.cpu.generators import patch_generators
-    from megatron_fp8.cpu.gradients import patch_gradients
     from megatron_fp8.cpu.moves import patch_moves
     from megatron_fp8.cpu.operations import patch_operations
-    from megatron_fp8.cpu.saving import patch_saving
+    from megatron_fp8.cpu.propagation import patch_gradients, patch_saving
     from megatron_fp8.cpu.triton_stub import install_triton
 
     patch_cuda()
@@ -137,25 +121,3 @@ def _extension() -> ModuleType:
     extension = build_extension()
     setattr(extension, _MARK, True)
     return extension
-
-
-def _patch_custom_ops(custom_ops: ModuleType) -> None:
-    from megatron_fp8.cpu.custom_ops import allow_custom_ops_on_cpus
-
-    allow_custom_ops_on_cpus(custom_ops)
-
-
-def _patch_attention(backends: ModuleType) -> None:
-    from megatron_fp8.cpu.attention_backend import patch_unfused_attention
-
-    patch_unfused_attention(backends)
-
-
-def _find_stand_in(common: ModuleType) -> None:
-    original = common.load_framework_extension
-
-    def load_framework_extension(framework: str) -> None:
-        if framework != "torch":
-            original(framework)
-
-    common.load_framework_extension = load_framework_extension  # type: ignore[attr-defined]

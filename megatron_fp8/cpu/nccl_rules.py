@@ -1,18 +1,19 @@
-"""What NCCL, as torch calls it, refuses: operations, element types, memory, sizes and host tensors.
+"""What NCCL, as torch calls it, refuses, and what each call of `torch.distributed` passes to it.
 
-Sources: torch 2.13's `NCCLUtils.hpp` (the table of types) and `ProcessGroupNCCL.cpp` (checks of each collective), whose
-kinds of errors and words these are. Must not know gloo, nor the order in which ranks call (`collective_order`).
+Sources: torch 2.13's `NCCLUtils.hpp` (supported dtypes) and `ProcessGroupNCCL.cpp` (checks of each collective), whose
+exception types and messages these are. `LOOKS` has a function per collective: it takes the call's arguments by name and
+its process group, raises what NCCL would, and returns a description, which must be equal on all ranks of the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, get_group_rank
 
 from megatron_fp8.cpu.placement import is_on_host, tensors_in
 
@@ -93,3 +94,153 @@ def check_alike(tensors: Sequence[Tensor], one: Tensor) -> None:
 def reduction(op: Any) -> ReduceOp.RedOpType:
     """Which operation `op`, a `ReduceOp` or one of its constants, is."""
     return next(kind for kind in ReduceOp.RedOpType.__members__.values() if op == kind)
+
+
+Arguments = Mapping[str, Any]
+Look = Callable[[Arguments, Any], str]
+
+
+def _described(*tensors: Tensor) -> str:
+    return " + ".join(f"{str(tensor.dtype).removeprefix('torch.')} x {tensor.numel()}" for tensor in tensors)
+
+
+def group_rank(arguments: Arguments, group: Any, role: str) -> int | None:
+    """The rank in `group` that a call names as `src` or `dst` (`role`), of the world or of the group; None: neither."""
+    if arguments.get(f"group_{role}") is not None:
+        return int(arguments[f"group_{role}"])
+    named = arguments.get(role)
+    return None if named is None else get_group_rank(group, named)
+
+
+def _root(arguments: Arguments, group: Any, role: str) -> int:
+    # torch takes rank 0 of the world where a gather or scatter names none.
+    named = group_rank(arguments, group, role)
+    return get_group_rank(group, 0) if named is None else named
+
+
+def _all_reduce(arguments: Arguments, group: Any) -> str:  # noqa: ARG001 - every look is called alike
+    tensors = arguments.get("tensors", arguments.get("tensor"))
+    tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    check_tensors(tensors)
+    check_reduction(arguments["op"], tensors)
+    return f"all_reduce({reduction(arguments['op']).name}, {_described(*tensors)})"
+
+
+def _reduce(arguments: Arguments, group: Any) -> str:
+    tensor = arguments["tensor"]
+    check_tensors(tensor)
+    check_reduction(arguments["op"], tensor)
+    to = _root(arguments, group, "dst")
+    return f"reduce({reduction(arguments['op']).name}, {_described(tensor)}, to {to})"
+
+
+def _broadcast(arguments: Arguments, group: Any) -> str:
+    check_tensors(arguments["tensor"])
+    return f"broadcast({_described(arguments['tensor'])}, from {_root(arguments, group, 'src')})"
+
+
+def _all_gather(arguments: Arguments, group: Any) -> str:  # noqa: ARG001
+    parts, mine = arguments["tensor_list"], arguments["tensor"]
+    check_tensors(parts, mine)
+    return f"all_gather({', '.join(_described(part) for part in parts)})"
+
+
+def _all_gather_into(arguments: Arguments, group: Any) -> str:
+    whole, part = (arguments.get(f"{name}_tensor", arguments.get(name)) for name in ("output", "input"))
+    assert isinstance(whole, Tensor)
+    assert isinstance(part, Tensor)
+    check_tensors(whole, part)
+    check_whole_and_part(whole, part, group.size(), ("output", "input"))
+    return f"all_gather_into_tensor({_described(part)} a rank)"
+
+
+def _reduce_scatter(arguments: Arguments, group: Any) -> str:  # noqa: ARG001
+    parts, mine = arguments["input_list"], arguments["output"]
+    check_tensors(parts, mine)
+    check_reduction(arguments["op"], parts)
+    return f"reduce_scatter({reduction(arguments['op']).name}, {', '.join(_described(part) for part in parts)})"
+
+
+def _reduce_scatter_tensor(arguments: Arguments, group: Any) -> str:
+    whole, part = arguments["input"], arguments["output"]
+    check_tensors(whole, part)
+    check_whole_and_part(whole, part, group.size(), ("input", "output"))
+    check_reduction(arguments["op"], whole)
+    return f"reduce_scatter_tensor({reduction(arguments['op']).name}, {_described(part)} a rank)"
+
+
+def _all_to_all(arguments: Arguments, group: Any) -> str:  # noqa: ARG001
+    received, sent = arguments["output_tensor_list"], arguments["input_tensor_list"]
+    check_tensors(received, sent)
+    return f"all_to_all({sent[0].dtype})"
+
+
+def _all_to_all_single(arguments: Arguments, group: Any) -> str:
+    received, sent = arguments["output"], arguments["input"]
+    check_tensors(received, sent)
+    if received.dtype != sent.dtype:
+        raise TypeError(f"Tensors must have identical type: {received.dtype}, {sent.dtype}")
+    even = not arguments.get("output_split_sizes") and not arguments.get("input_split_sizes")
+    if even and (sent.shape[0] % group.size() or received.shape[0] % group.size()):
+        raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+    return f"all_to_all_single({_described(sent) if even else sent.dtype})"
+
+
+def _gather(arguments: Arguments, group: Any) -> str:
+    return _from_or_to_one(arguments, group, "gather", "dst")
+
+
+def _scatter(arguments: Arguments, group: Any) -> str:
+    return _from_or_to_one(arguments, group, "scatter", "src")
+
+
+def _from_or_to_one(arguments: Arguments, group: Any, name: str, role: str) -> str:
+    tensor, others = arguments["tensor"], arguments[f"{name}_list"]
+    check_tensors(tensor, others or [])
+    check_alike(others or [], tensor)
+    return f"{name}({_described(tensor)}, {role} {_root(arguments, group, role)})"
+
+
+def _barrier(arguments: Arguments, group: Any) -> str:  # noqa: ARG001
+    return "barrier"
+
+
+def _no_coalesced_gather(arguments: Arguments, group: Any) -> NoReturn:  # noqa: ARG001
+    raise RuntimeError("ProcessGroupNCCL does not support allgather_coalesced")
+
+
+def _no_monitored_barrier(arguments: Arguments, group: Any) -> NoReturn:  # noqa: ARG001
+    raise ValueError("monitored_barrier is only implemented for GLOO backend.")
+
+
+LOOKS: dict[str, Look] = {
+    "all_reduce": _all_reduce,
+    "all_reduce_coalesced": _all_reduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "all_gather_coalesced": _no_coalesced_gather,
+    "all_gather_into_tensor": _all_gather_into,
+    "all_gather_single": _all_gather_into,
+    "_all_gather_base": _all_gather_into,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_tensor": _reduce_scatter_tensor,
+    "reduce_scatter_single": _reduce_scatter_tensor,
+    "_reduce_scatter_base": _reduce_scatter_tensor,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all_single,
+    "gather": _gather,
+    "scatter": _scatter,
+    "barrier": _barrier,
+    "monitored_barrier": _no_monitored_barrier,
+}
+# Messages between two ranks, and the role of the rank that they name.
+MESSAGES = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
+
+
+def look_at_message(tensor: Tensor, peer: int | None) -> str:
+    """Check a message and describe it. torch only warns of memory out of order, and then sends it as it lies."""
+    if peer is None:
+        raise RuntimeError("ProcessGroupNCCL does not support recvAnysource")
+    check_tensors(tensor)
+    return _described(tensor)

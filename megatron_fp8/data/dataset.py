@@ -65,7 +65,7 @@ class MegatronTokenizer:
         self.unique_identifiers = OrderedDict(vocab_size=self.vocab_size, eod=self.eod)
 
 
-class FileSamples(GPTDataset):
+class FileSamples(GPTDataset):  # type: ignore[misc]
     """The samples of one token file in a given order, read by Megatron Core.
 
     Reading raises DataError for a token id outside the vocabulary, of which the validation before a run sees only some,

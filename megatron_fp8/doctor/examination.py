@@ -1,6 +1,6 @@
-"""Owns how checks are carried out: each in a process of its own, with a time limit, alone and on all ranks together.
+"""Runs the doctor's checks: each in a process of its own, with a time limit, alone and on all ranks together.
 
-A process that dies or hangs is a fault of its check, and of no other. Must not know what checks look at.
+A process that dies or hangs is a fault of its check and of no other. Must not know what checks look at.
 """
 
 from __future__ import annotations
@@ -13,13 +13,67 @@ import tempfile
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import IO, Any
 
-from megatron_fp8.doctor.checks import ALONE, GATHER, NEEDS, SAME_VERSIONS, TOGETHER
-from megatron_fp8.doctor.environment import child_environment
-from megatron_fp8.doctor.finding import Finding, Status, Surroundings
-from megatron_fp8.doctor.machine import gpu_nodes
-from megatron_fp8.doctor.together import same_versions
+from megatron_fp8.doctor.finding import Finding, Status, Surroundings, child_environment
+from megatron_fp8.doctor.host_checks import gpu_nodes
+from megatron_fp8.doctor.rank_checks import same_versions
+
+# Of one process alone; name to module and function.
+ALONE = {
+    "python": "package_checks.python",
+    "packages": "package_checks.packages",
+    "driver": "host_checks.driver",
+    "shared memory": "host_checks.shared_memory",
+    "run root": "host_checks.disk",
+    "home": "host_checks.home",
+    "limits": "host_checks.limits",
+    "wandb": "package_checks.wandb",
+    "data helper": "library_checks.data_helper",
+    "torch": "library_checks.torch_and_device",
+    "transformer engine": "library_checks.transformer_engine",
+    "cuda libraries": "library_checks.cuda_libraries",
+    "fp8": "library_checks.fp8",
+    "fused kernels": "library_checks.fused_kernels",
+    "megatron core": "library_checks.megatron_core",
+    "apex": "library_checks.apex",
+}
+# Of all ranks at once: every rank carries them out, and they meet.
+TOGETHER = {
+    "gloo": "rank_checks.gloo",
+    "nccl": "rank_checks.device_collectives",
+    "shared files": "rank_checks.shared_files",
+}
+# Made of what all ranks found.
+SAME_VERSIONS = "same versions"
+GATHER = "rank_checks.gather"
+ORDER = (*ALONE, *TOGETHER, SAME_VERSIONS)
+NEEDS = {
+    "transformer engine": "torch",
+    "cuda libraries": "transformer engine",
+    "fp8": "transformer engine",
+    "fused kernels": "transformer engine",
+    "megatron core": "transformer engine",
+    "apex": "torch",
+    "gloo": "torch",
+    "nccl": "gloo",
+    "shared files": "gloo",
+}
+
+
+def carry_out(check: str, surroundings: Surroundings) -> Finding:
+    """Import a check and call it; what it raises passes through."""
+    finding = call({**ALONE, **TOGETHER}[check], surroundings)
+    assert isinstance(finding, Finding)
+    return finding
+
+
+def call(place: str, surroundings: Surroundings) -> Any:
+    """What the function at `place`, a module of the doctor and its function, answers."""
+    module, _, function = place.partition(".")
+    return getattr(import_module(f"megatron_fp8.doctor.{module}"), function)(surroundings)
+
 
 _ADVICE = "install the versions of the image (docker/), or of locks/"
 _MOST_CHARS = 400
@@ -33,7 +87,7 @@ _OF_SEVERAL_MACHINES = ("shared files", SAME_VERSIONS)
 
 
 @dataclass(frozen=True)
-class Patient:
+class DoctorOptions:
     """What is examined. `launched`: torchrun started this process and its like, else the doctor starts ranks itself."""
 
     surroundings: Surroundings
@@ -41,17 +95,17 @@ class Patient:
     seconds_per_check: float
 
 
-def examine(patient: Patient) -> list[list[Finding]]:
+def examine(options: DoctorOptions) -> list[list[Finding]]:
     """The findings of every rank, by rank; of this rank alone where the ranks could not tell each other."""
-    mine = alone(patient)
+    mine = alone(options)
     if any(finding.check == "torch" and finding.status is Status.FAULT for finding in mine):
         text = "not looked at: torch has a fault"
         return [[*mine, *(Finding(check, Status.ABSENT, text) for check in (*TOGETHER, SAME_VERSIONS))]]
-    if not patient.launched:
-        return [[*mine, *_of_local_ranks(patient)]]
-    mine += _all_of(TOGETHER, patient.surroundings, patient.seconds_per_check)
-    surroundings = replace(patient.surroundings, findings=tuple(mine))
-    gathered = _answer(GATHER, surroundings, patient.seconds_per_check)
+    if not options.launched:
+        return [[*mine, *_of_local_ranks(options)]]
+    mine += _all_of(TOGETHER, options.surroundings, options.seconds_per_check)
+    surroundings = replace(options.surroundings, findings=tuple(mine))
+    gathered = _answer(GATHER, surroundings, options.seconds_per_check)
     if isinstance(gathered, Finding):
         return [[*mine, replace(gathered, check=SAME_VERSIONS)]]
     by_rank = [[Finding.from_json(item) for item in findings] for _, findings in gathered]
@@ -59,10 +113,10 @@ def examine(patient: Patient) -> list[list[Finding]]:
     return [[*findings, verdict] for findings in by_rank]
 
 
-def alone(patient: Patient) -> list[Finding]:
+def alone(options: DoctorOptions) -> list[Finding]:
     """What this rank finds by itself."""
-    checks = [check for check in ALONE if check != "wandb" or patient.surroundings.rank == 0]
-    return _all_of(checks, patient.surroundings, patient.seconds_per_check)
+    checks = [check for check in ALONE if check != "wandb" or options.surroundings.rank == 0]
+    return _all_of(checks, options.surroundings, options.seconds_per_check)
 
 
 def _all_of(checks: Collection[str], surroundings: Surroundings, seconds: float, local: bool = False) -> list[Finding]:
@@ -93,14 +147,14 @@ def _unless_pointless(
     return look
 
 
-def _of_local_ranks(patient: Patient) -> list[Finding]:
+def _of_local_ranks(options: DoctorOptions) -> list[Finding]:
     """What ranks of this machine, one a GPU, find together: the first one's findings, and the others' faults."""
     num_ranks = len(gpu_nodes()) or _LOCAL_RANKS_WITHOUT_GPUS
     checks = [check for check in TOGETHER if check not in _OF_SEVERAL_MACHINES]
     with tempfile.TemporaryDirectory(prefix="doctor-") as directory, ThreadPoolExecutor(num_ranks) as pool:
-        meeting = replace(patient.surroundings, world_size=num_ranks, rendezvous=f"file://{directory}/rendezvous")
+        meeting = replace(options.surroundings, world_size=num_ranks, rendezvous=f"file://{directory}/rendezvous")
         ranks = [replace(meeting, rank=rank) for rank in range(num_ranks)]
-        told = pool.map(lambda rank: _all_of(checks, rank, patient.seconds_per_check, local=True), ranks)
+        told = pool.map(lambda rank: _all_of(checks, rank, options.seconds_per_check, local=True), ranks)
         found: dict[str, Finding] = {}
         for rank, findings in enumerate(told):
             for finding in findings:
@@ -143,7 +197,7 @@ def _answer(check: str, surroundings: Surroundings, seconds: float, local: bool 
     return data if isinstance(data, list) else Finding.from_json(data)
 
 
-def _death(check: str, process: subprocess.Popen, log: IO[str], hung_seconds: float | None) -> Finding:
+def _death(check: str, process: subprocess.Popen[str], log: IO[str], hung_seconds: float | None) -> Finding:
     """The fault of a check whose process died, or hangs: what it wrote last says why."""
     if hung_seconds is not None:
         process.send_signal(signal.SIGABRT)

@@ -1,4 +1,4 @@
-"""Owns the process in which one check runs, so that what it loads, sets, crashes or hangs touches no other.
+"""The process in which one check runs, so that what it loads, sets, crashes or hangs touches no other.
 
 `python -m megatron_fp8.doctor.worker FD CHECK`: reads the surroundings, a line of JSON, from standard input, and writes
 the answer to the file descriptor. An exception ends it; its last line of standard error says which.
@@ -10,7 +10,7 @@ import json
 import os
 import sys
 
-from megatron_fp8.doctor.checks import GATHER, call, carry_out
+from megatron_fp8.doctor.examination import GATHER, call, carry_out
 from megatron_fp8.doctor.finding import Surroundings
 
 

@@ -25,7 +25,7 @@ from megatron_fp8.parallel.object_collectives import all_gather
 _IGNORED_WHEN_GREEDY = {"temperature", "top_k", "top_p"}
 
 
-class HarnessModel(TemplateLM):
+class HarnessModel(TemplateLM):  # type: ignore[misc]
     """A checkpoint's model as an lm-eval model. Texts follow an end-of-document token, as in training."""
 
     def __init__(self, model: LoadedModel, tokenizer: Tokenizer, batch_size: int, seed: int = 1234) -> None:

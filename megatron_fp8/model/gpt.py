@@ -36,7 +36,7 @@ class StageSpec:
     vp_stage: int | None
 
 
-class GPTStage(MegatronModule):
+class GPTStage(MegatronModule):  # type: ignore[misc]
     """Embedding, TE `TransformerLayer`s, final norm, head and loss, as far as they belong to the stage."""
 
     def __init__(
@@ -83,7 +83,8 @@ class GPTStage(MegatronModule):
 
     def _make_layer(self, number: int) -> nn.Module:
         with self._precision.building(number):
-            return self._factory.layer(number)
+            layer: nn.Module = self._factory.layer(number)
+        return layer
 
     def _mark_tied_weight(self) -> None:
         """Set the marks by which Megatron adds up the copies' gradients and counts them once in the norm."""
@@ -97,7 +98,8 @@ class GPTStage(MegatronModule):
 
     def shared_embedding_or_output_weight(self) -> Tensor:
         """The tied weight `[padded_vocab / tp, h]`; Megatron's gradient finalization asks for it."""
-        return self.embedding.word_embeddings.weight
+        weight: Tensor = self.embedding.word_embeddings.weight
+        return weight
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Take the previous stage's output `[s (/ tp), b, h]`; Megatron's schedules call this."""
@@ -126,7 +128,8 @@ class GPTStage(MegatronModule):
         if not self.post_process:
             # Of the shape that the schedule has agreed on with the next stage, which may free it: not a view.
             shaped = output.view(-1, b, output.shape[-1])
-            return make_viewless_tensor(shaped, requires_grad=output.requires_grad, keep_graph=True)
+            viewless: Tensor = make_viewless_tensor(shaped, requires_grad=output.requires_grad, keep_graph=True)
+            return viewless
         return output.view(b, s) if labels is not None else output.view(b, s, -1).transpose(0, 1)
 
     def _run(
@@ -147,11 +150,11 @@ class GPTStage(MegatronModule):
         if cu_seqlens is not None:
             hidden = hidden.unsqueeze(1)
         # A copy of its own: the cross entropy works in place on what is FP32 already.
-        logits = self.output_layer(self.final_norm(hidden)).to(torch.float32, copy=True)
+        logits: Tensor = self.output_layer(self.final_norm(hidden)).to(torch.float32, copy=True)
         self._mask_padded_vocab(logits)
         if labels is None:
             return logits
-        losses = tensor_parallel.vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous())
+        losses: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous())
         return losses.transpose(0, 1).contiguous()
 
     def _received(self) -> Tensor:
@@ -170,7 +173,7 @@ class GPTStage(MegatronModule):
         """
         hidden = self._blocks(self.embedding(tokens, position_ids), None, tokens.shape[1], cache)
         hidden = hidden[last, torch.arange(len(last), device=last.device)].unsqueeze(0)
-        logits = self.output_layer(self.final_norm(hidden)).to(torch.float32, copy=True)
+        logits: Tensor = self.output_layer(self.final_norm(hidden)).to(torch.float32, copy=True)
         self._mask_padded_vocab(logits)
         return logits.squeeze(0)
 

@@ -5,6 +5,7 @@ Must not know pipeline stages or when the modules run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,7 @@ class LayerFactory:
 
     def final_norm(self) -> nn.Module:
         """The norm before the head."""
-        kind = te.LayerNorm if self.model.normalization == "LayerNorm" else te.RMSNorm
+        kind: type[nn.Module] = te.LayerNorm if self.model.normalization == "LayerNorm" else te.RMSNorm
         return kind(
             self.model.hidden_size,
             eps=self.model.norm_epsilon,
@@ -172,8 +173,9 @@ class Embedding(nn.Module):
             # As Megatron's word embedding does; torch makes the backward pass of indexing one of a fixed order.
             hidden = hidden + (table.weight[position_ids] if self._deterministic else table(position_ids))
         hidden = hidden.transpose(0, 1).contiguous()
+        dropout: Callable[[Tensor], Tensor] = self._dropout
         if not self._sequence_parallel:
-            return self._dropout(hidden)
+            return dropout(hidden)
         hidden = tensor_parallel.scatter_to_sequence_parallel_region(hidden, group=self._tp)
         with tensor_parallel.get_cuda_rng_tracker().fork():
-            return self._dropout(hidden)
+            return dropout(hidden)

@@ -125,6 +125,7 @@ def update_if(
 
     def allowed_norm() -> float:
         nonlocal read
+        first: float
         device_values = beside()
         # A tensor on the device, as `beside`; Megatron Core 0.16 has read it already.
         norm = torch.as_tensor(norm_of(), dtype=torch.float64, device=device_values.device)

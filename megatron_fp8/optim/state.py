@@ -53,7 +53,8 @@ class StatePart:
             return self.main.detach().view(-1)
         if name == MASTER and not self.adam.master_weights:
             return self.main.detach().view(-1)
-        return self.adam.get_unscaled_state(self.main, _te_name(name)).detach().view(-1)
+        state: Tensor = self.adam.get_unscaled_state(self.main, _te_name(name))
+        return state.detach().view(-1)
 
     def write(self, name: str, values: Tensor, scale: Tensor | None = None) -> None:
         """Put back what `read` gave, changed; scaled states get a new scale, or `scale`, that of the values' origin.
@@ -81,11 +82,12 @@ class StatePart:
     def scale(self, name: str) -> Tensor | None:
         """The scale of a state in FP16 or FP8, FP32 `[1]`; the very tensor. None for states that have none."""
         state = self.adam.state[self.main].get(_te_name(name))
+        scale: Tensor | None = None
         if isinstance(state, Float8Tensor):
-            return state._quantizer.scale
-        if state is not None and state.dtype == torch.float16:
-            return self.adam._scales[self.main][_te_name(name)]
-        return None
+            scale = state._quantizer.scale
+        elif state is not None and state.dtype == torch.float16:
+            scale = self.adam._scales[self.main][_te_name(name)]
+        return scale
 
 
 def state_parts(optimizer: MegatronOptimizer) -> Iterator[StatePart]:

@@ -94,6 +94,13 @@ def _checkpoint(record: Record) -> str:
     return text + (f" | removed {_listed(record['removed'])}" if record["removed"] else "")
 
 
+def describe_startup(record: Record) -> str:
+    """As `14.2 s: config 0.9, import 6.1, ...`."""
+    names = [key.removesuffix("-seconds") for key in record if key.endswith("-seconds")]
+    parts = [f"{name.replace('-', ' ')} {record[f'{name}-seconds']:.1f}" for name in names]
+    return f"{record['seconds']:.1f} s: {', '.join(parts)}"
+
+
 def _profile(record: Record) -> str:
     text = f"traced the last {record['steps']} steps of {_ranks(record)} into {record['directory']}"
     return f"{text}\n{record['largest costs']}"
@@ -149,6 +156,7 @@ def _end(record: Record) -> str:
 EVENTS: Mapping[str, EventKind] = {
     "start": EventKind(text=_start),
     "ready": EventKind(text="first step after {seconds-to-first-step:.1f} s"),
+    "startup": EventKind(text=lambda record: f"startup took {describe_startup(record)}", says_iteration=True),
     "resume": EventKind(text=_resume, says_iteration=True),
     "checkpoint": EventKind(text=_checkpoint, says_iteration=True),
     "profile": EventKind(text=_profile),

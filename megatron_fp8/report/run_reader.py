@@ -48,6 +48,7 @@ class Run:
     curves: dict[str, Curve] = field(default_factory=dict)
     heat: dict[str, Curve] = field(default_factory=dict)
     start: Record = field(default_factory=dict)
+    startup: Record = field(default_factory=dict)
     end: Record | None = None
     first_events: list[Record] = field(default_factory=list)
     last_events: deque[Record] = field(default_factory=lambda: deque(maxlen=_LAST_EVENTS))
@@ -113,6 +114,8 @@ def read_run(directory: Path, name: str | None = None) -> Run:
 def _take_event(run: Run, record: Record) -> None:
     if record["event"] == "start":
         run.start = record
+    if record["event"] == "startup":
+        run.startup = record
     run.num_events += 1
     kept = run.first_events if len(run.first_events) < _FIRST_EVENTS else run.last_events
     kept.append(record)

@@ -16,7 +16,15 @@ from megatron_fp8.report.series import Better, Column, Kind, Match, Registry, Se
 
 NOT_FINITE = ("nan", "inf", "-inf")
 # Prefix of the series by the kind of record. Other kinds have none: they are shown as events.
-SERIES_EVENTS = {"train": "", "validation": "", "fp8": "", "norms": "", "fp8-check": "", "checkpoint": "checkpoint/"}
+SERIES_EVENTS = {
+    "train": "",
+    "validation": "",
+    "fp8": "",
+    "norms": "",
+    "fp8-check": "",
+    "checkpoint": "checkpoint/",
+    "startup": "startup/",
+}
 
 LOSS, VALIDATION, PERPLEXITY = "lm loss", "lm loss validation", "lm loss validation ppl"
 STEP_TIME, STEP_PARTS = "iteration-time", "Parts of a step"
@@ -114,6 +122,8 @@ REGISTRY = Registry([
     _machine("checkpoint/hold-up-seconds", "Training held up by a checkpoint", "s", _LOWER, event="checkpoint"),
     _machine("checkpoint/seconds", "Time to write a checkpoint", "s", _LOWER, event="checkpoint", section=None),
     _machine("checkpoint/bytes", "Size of a checkpoint", "GB", scale=_GB, event="checkpoint", section=None),
+    _machine("startup/seconds", "Time to start, first step included", "s", _LOWER, event="startup", section=None),
+    _machine("startup/{part}-seconds", "Parts of the start", "s", _LOWER, event="startup", section=None),
     _machine("peak-memory-bytes", "Peak memory", "GB", _LOWER, scale=_GB, note="Since the start; GB: 1e9 bytes."),
     _machine("peak-memory-bytes/largest", "Peak memory", "GB", _LOWER, scale=_GB),
     _machine("pipeline-bubble", "Pipeline bubble", "%", _LOWER, scale=_PERCENT, only_if_changing=True,

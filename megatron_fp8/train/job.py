@@ -4,7 +4,6 @@ Everything is handed on as an argument; nothing here computes.
 """
 
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from megatron_fp8.report.console import ConsoleSink
 from megatron_fp8.report.html import report_at_end
 from megatron_fp8.report.library_warnings import hide_meaningless_warnings
 from megatron_fp8.report.record import METRICS, Recorder, Sink, Value, drop_records_after
+from megatron_fp8.report.start_clock import StartClock
 from megatron_fp8.report.views import sinks_of_run
 from megatron_fp8.train.start_record import start_record
 
@@ -49,13 +49,12 @@ class JobSummary:
 
 
 def run_job(
-    config: Config, vocab_size: int, start: Start, holds: Holds, started: float, quiet: bool = False
+    config: Config, vocab_size: int, start: Start, holds: Holds, clock: StartClock, quiet: bool = False
 ) -> JobSummary:
     """Train as `config`, already checked, says; `vocab_size` is that of the tokenizer, before padding.
 
     `start`: what the run starts from; on rank 0 that counts, and so does its config. `holds`: what rank 0 has kept from
-    being changed since it chose. `started`: when the program started, on the monotonic clock in seconds.
-    `quiet`: the console shows warnings and errors alone.
+    being changed since it chose. `clock`: started with the program. `quiet`: warnings and errors only.
 
     Every rank of the job calls this. Raises what the parts raise; `run_directory` is None on ranks that write none.
     """
@@ -69,33 +68,34 @@ def run_job(
     from megatron_fp8.monitors.profiler import PROFILES
     from megatron_fp8.parallel.object_collectives import broadcast
     from megatron_fp8.train.rollback import train_to_the_end
-    from megatron_fp8.train.setup import TrainingParts, build_parts
+    from megatron_fp8.train.setup import build_parts
     from megatron_fp8.train.step import IntervalLoss
 
+    clock.end_part("import")
     init_process_group(device.backend(config.parallel.distributed_backend), config.parallel.distributed_timeout_minutes)
-    # Rank 0 alone chose, holding the run's lock.
-    config, start = broadcast((config, start))
+    config, start = broadcast((config, start))  # rank 0 alone chose, holding the run's lock
     warn_of_unmet_needs(config, device, process_environment(), torch.distributed.get_rank())
     layout = derive_layout(config, torch.distributed.get_world_size(), vocab_size)
     start, notes = verified_start(start, config)
     if start.is_finished(config.training.train_iters):
-        return _nothing_left(config, start, started)
+        return _nothing_left(config, start, clock)
     with ExitStack() as stack:
         run_directory, recorder = _open_run(config, start, holds, quiet)
         if run_directory is not None:
-            # When the record is closed, whatever ended the run.
-            stack.callback(report_at_end, run_directory)
+            stack.callback(report_at_end, run_directory)  # once the record is closed, whatever ended the run
         stack.callback(recorder.close)
         stack.push(partial(_record_failure, recorder))
         # Only rank 0 knows its final name; all ranks write checkpoints and profiles into it.
         everywhere = Path(broadcast(str(run_directory)))
         checkpoints = everywhere / CHECKPOINTS if config.checkpoint.save else None
-        profiles = everywhere / PROFILES
-        parts: TrainingParts = build_parts(config, layout, vocab_size, device, recorder, checkpoints, profiles)
+        clock.end_part("environment")
+        parts = build_parts(config, layout, vocab_size, device, recorder, checkpoints, everywhere / PROFILES)
         stack.enter_context(watched(config, device, parts.heartbeat, recorder, run_directory))
         stack.enter_context(explaining_lost_ranks(parts.heartbeat, config.parallel.distributed_timeout_minutes))
+        clock.end_part("model")
         datasets_from = partial(build_datasets, config, Tokenizer.of(config.data), parts.batches.reads_data)
         datasets = datasets_from(start.position)
+        clock.end_part("data")
         recorder.write("start", start_record(config, layout, device, run_directory))
         progress = None
         if start.checkpoint is not None:
@@ -104,12 +104,13 @@ def run_job(
             torch.distributed.barrier()  # not before every rank has loaded
             holds.let_checkpoint_go()
             recorder.write("resume", _resumed(start, progress.state.iteration, [*notes, *lost]))
+            clock.end_part("checkpoint")
         reopen = partial(_reopen_record, config, run_directory, recorder, quiet)
-        result = train_to_the_end(parts, datasets, started, progress, datasets_from, reopen)
+        result = train_to_the_end(parts, datasets, clock, progress, datasets_from, reopen)
     # Not after an exception: other ranks may still be in a collective, for which this would wait.
     torch.distributed.destroy_process_group()
     losses = result.first_validation_loss, result.last_validation_loss
-    return JobSummary(run_directory, *losses, time.monotonic() - started, result.stopped)
+    return JobSummary(run_directory, *losses, clock.seconds, result.stopped)
 
 
 def warn_of_unmet_needs(config: Config, device: Device, environ: Mapping[str, str], rank: int) -> None:
@@ -159,12 +160,12 @@ def _require_as_chosen(start: Start, run_directory: Path) -> None:
         )
 
 
-def _nothing_left(config: Config, start: Start, started: float) -> JobSummary:
+def _nothing_left(config: Config, start: Start, clock: StartClock) -> JobSummary:
     """The end of a job whose run has been finished before."""
     if torch.distributed.get_rank() == 0:
         print(start.finished(config.training.train_iters), flush=True)
     torch.distributed.destroy_process_group()
-    return JobSummary(start.run_directory, None, None, time.monotonic() - started, None)
+    return JobSummary(start.run_directory, None, None, clock.seconds, None)
 
 
 def _sinks(config: Config, run_directory: Path, quiet: bool, goes_on_from: int | None) -> list[Sink]:

@@ -6,7 +6,6 @@ holds, or where records go.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from megatron_fp8.faults.signals import StopSignals
 from megatron_fp8.monitors.heartbeat import Phase
 from megatron_fp8.monitors.nonfinite import Rollback
 from megatron_fp8.monitors.protocol import Event
+from megatron_fp8.report.start_clock import StartClock
 from megatron_fp8.train.checkpointing import Progress
 from megatron_fp8.train.evaluate import evaluate
 from megatron_fp8.train.setup import TrainingParts
@@ -39,13 +39,13 @@ class TrainResult:
 def train(
     parts: TrainingParts,
     datasets: Datasets,
-    started: float,
+    clock: StartClock,
     progress: Progress | None = None,
     rolled_back: bool = False,
 ) -> TrainResult | Rollback:
     """Run the steps that are left, or those up to one after which the run has to roll back to a checkpoint.
 
-    `started`: the job's start on the monotonic clock, in seconds. `progress`: of a checkpoint; None: from scratch.
+    `clock`: of the job. `progress`: of a checkpoint; None: from scratch.
     `rolled_back`: this job has trained before.
     """
     train_iters = parts.config.training.train_iters
@@ -53,6 +53,7 @@ def train(
         progress = Progress(TrainState(), IntervalLoss(parts.device.torch_device), None)
     if progress.state.iteration == 0:
         progress = replace(progress, first_validation_loss=_evaluate(parts, datasets, progress.state))
+        clock.end_part("evaluation")
     last: float | None = None
     stopped: str | None = None
     with (
@@ -61,8 +62,9 @@ def train(
     ):
         iterators = loader.iterators(len(parts.chunks))
         pace = Pace(train_iters - progress.state.iteration)
+        clock.end_part("data")
         if not rolled_back:
-            parts.recorder.write("ready", {"seconds-to-first-step": time.monotonic() - started})
+            parts.recorder.write("ready", {"seconds-to-first-step": clock.seconds})
         _profile(parts, progress.state.iteration, pace)
         while progress.state.iteration < train_iters and stopped is None:
             outcome = _step(parts, iterators, progress, pace)
@@ -70,11 +72,13 @@ def train(
                 _profile(parts, progress.state.iteration, pace, ends=True)
                 return outcome
             progress = outcome
+            if (startup := clock.end("first-step")) is not None:
+                parts.recorder.write("startup", {"iteration": progress.state.iteration, **startup})
             _profile(parts, progress.state.iteration, pace)
             if _evaluates_after(parts.config, progress.state.iteration):
                 with pace.paused(EVALUATE):
                     last = _evaluate(parts, datasets, progress.state)
-            stopped = _stop_reason(parts.config, progress.state.iteration, signals, started)
+            stopped = _stop_reason(parts.config, progress.state.iteration, signals, clock)
             ends = stopped is not None or progress.state.iteration == train_iters
             parts.heartbeat.enter(Phase.CHECKPOINT)
             with pace.paused(SAVE_CHECKPOINT):
@@ -88,7 +92,7 @@ def train(
             "iteration": progress.state.iteration,
             "lm loss validation at start": progress.first_validation_loss,
             "lm loss validation": last,
-            "seconds": time.monotonic() - started,
+            "seconds": clock.seconds,
             "stopped": stopped,
         },
     )
@@ -159,11 +163,11 @@ def _profile(parts: TrainingParts, iteration: int, pace: Pace, ends: bool = Fals
             _record(parts, parts.profiler.change(iteration))
 
 
-def _stop_reason(config: Config, iteration: int, signals: StopSignals, started: float) -> str | None:
+def _stop_reason(config: Config, iteration: int, signals: StopSignals, clock: StartClock) -> str | None:
     """Why the run ends after this step, if it does; the same on every rank."""
     settings = config.checkpoint
     minutes = settings.exit_duration_in_mins
-    told = signals.vote(also=minutes is not None and time.monotonic() - started >= 60 * minutes)
+    told = signals.vote(also=minutes is not None and clock.seconds >= 60 * minutes)
     if told is None and settings.exit_interval is not None and iteration % settings.exit_interval == 0:
         return f"checkpoint.exit_interval={settings.exit_interval}"
     return told

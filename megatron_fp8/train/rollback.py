@@ -25,6 +25,7 @@ from megatron_fp8.monitors.nonfinite import Rollback
 from megatron_fp8.monitors.protocol import Event
 from megatron_fp8.parallel.object_collectives import broadcast
 from megatron_fp8.report.record import Value
+from megatron_fp8.report.start_clock import StartClock
 from megatron_fp8.train.checkpointing import Checkpointer, Progress
 from megatron_fp8.train.loop import TrainResult, train
 from megatron_fp8.train.setup import TrainingParts
@@ -35,7 +36,7 @@ from megatron_fp8.train.step import IntervalLoss
 def train_to_the_end(
     parts: TrainingParts,
     datasets: Datasets,
-    started: float,
+    clock: StartClock,
     progress: Progress | None,
     datasets_from: Callable[[Position], Datasets],
     reopen_record: Callable[[int], None],
@@ -45,7 +46,7 @@ def train_to_the_end(
     `datasets_from`: makes the datasets of a run from a position on, which needs more samples than before.
     `reopen_record`: called on every rank with the iteration after which the record continues.
     """
-    result = train(parts, datasets, started, progress)
+    result = train(parts, datasets, clock, progress)
     while isinstance(result, Rollback):
         parts.heartbeat.enter(Phase.CHECKPOINT)
         # Times of steps that are undone belong to no record.
@@ -54,7 +55,7 @@ def train_to_the_end(
         max_rollbacks = parts.config.faults.max_rewinds
         progress, event = roll_back(parts.checkpointer, result, max_rollbacks, interval, reopen_record)
         parts.recorder.write(*event)
-        result = train(parts, datasets_from(progress.state.position), started, progress, rolled_back=True)
+        result = train(parts, datasets_from(progress.state.position), clock, progress, rolled_back=True)
     return result
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,6 +130,7 @@ def train_on_this_rank(
     from megatron_fp8.data.dataset import Datasets
     from megatron_fp8.data.validation import ValidationSet
     from megatron_fp8.report.record import Recorder
+    from megatron_fp8.report.start_clock import StartClock
     from megatron_fp8.train.loop import train
     from megatron_fp8.train.setup import build_parts
     from megatron_fp8.train.step import IntervalLoss
@@ -152,7 +152,7 @@ def train_on_this_rank(
     probed: list[Any] = [probe(parts)] if probe is not None and load is not None else []
     if probe is not None and load is None:
         _probe_before_saving(parts, lambda: probed.append(probe(parts)))
-    train(parts, datasets, time.monotonic(), progress)
+    train(parts, datasets, StartClock(), progress)
     return Trained(state_hashes(parts), memory.records, samples.asked, notes, probed[0] if probed else None)
 
 

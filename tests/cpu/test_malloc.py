@@ -14,7 +14,7 @@ import pytest
 PROGRAM = """
 import resource
 import torch
-from megatron_fp8.cpu.malloc import keep_freed_memory
+from megatron_fp8.cpu.host_memory import keep_freed_memory
 
 def step():
     widened, result = torch.ones(2048, 2752), torch.ones(2048, 1376)

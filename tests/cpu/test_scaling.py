@@ -17,7 +17,7 @@ import transformer_engine_torch as tex  # noqa: E402
 from transformer_engine.common.recipe import DelayedScaling, Format  # noqa: E402
 from transformer_engine.pytorch import quantization  # noqa: E402
 
-from megatron_fp8.cpu.kernels.scaling import scale_from_amax  # noqa: E402
+from megatron_fp8.cpu.kernels.casts import scale_from_amax  # noqa: E402
 
 FP32_MAX = torch.finfo(torch.float32).max
 E4M3 = tex.DType.kFloat8E4M3

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.image_root import context_files, ignored, read_instructions, substituted
+from tests.docker.image_root import context_files, ignored, read_instructions, substituted
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = [ROOT / "docker" / "Dockerfile", ROOT / "docker" / "Dockerfile.cpu"]
@@ -43,7 +43,7 @@ def test_the_last_rule_that_fits_decides(path: str, expected: bool) -> None:
 
 def test_an_image_gets_the_program_and_nothing_else() -> None:
     paths = {str(path) for path in context_files(ROOT)}
-    assert {"pretrain.py", "docker/entrypoint.sh", "megatron_fp8/doctor/__main__.py", "pyproject.toml"} <= paths
+    assert {"pretrain.py", "docker/entrypoint.sh", "megatron_fp8/commands/doctor.py", "pyproject.toml"} <= paths
     top = {path.partition("/")[0] for path in paths}
     assert top == {
         *("LICENSE", "README.md", "pretrain.py", "pyproject.toml"),

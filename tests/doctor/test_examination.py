@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8.doctor import checks, examination, packages, report
-from megatron_fp8.doctor.examination import Patient, alone, examine
+from megatron_fp8.commands import doctor as report
+from megatron_fp8.doctor import examination
+from megatron_fp8.doctor import package_checks as packages
+from megatron_fp8.doctor.examination import DoctorOptions, alone, examine
 from megatron_fp8.doctor.finding import Finding, Status, Surroundings
-from megatron_fp8.doctor.loaded import judged, loaded_files
-from megatron_fp8.doctor.together import same_versions
+from megatron_fp8.doctor.library_checks import judged, loaded_files
+from megatron_fp8.doctor.rank_checks import same_versions
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +69,7 @@ def test_a_check_that_hangs_is_a_fault_that_says_where(tmp_path: Path, monkeypat
     broken_torch(tmp_path, "import time\n\ndef wait_for_ever():\n    time.sleep(1000)\n\nwait_for_ever()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     # Time enough for the checks before it, which import nothing large.
-    found = {one.check: one for one in alone(Patient(Surroundings(str(tmp_path)), False, seconds_per_check=15))}
+    found = {one.check: one for one in alone(DoctorOptions(Surroundings(str(tmp_path)), False, seconds_per_check=15))}
     assert found["torch"].status is Status.FAULT
     assert "no answer within 15 s" in found["torch"].text
     assert "wait_for_ever" in found["torch"].text
@@ -98,7 +100,7 @@ def shared_files_on(rank_roots: list[str]) -> Finding:
     """What `shared_files` finds on this rank, whose run root is its own of `rank_roots`."""
     import torch.distributed
 
-    from megatron_fp8.doctor import together
+    from megatron_fp8.doctor import rank_checks as together
 
     together.SECONDS_TO_BE_SEEN = 0.2
     rank = torch.distributed.get_rank()
@@ -130,9 +132,9 @@ def test_different_versions_are_found() -> None:
 # Checks of a process that has them from its `sitecustomize`, which Python imports first.
 POISONS = """
 import ctypes, json, os, sys, types
-from megatron_fp8.doctor import checks
+from megatron_fp8.doctor import examination as checks
 from megatron_fp8.doctor.finding import Finding, Status
-from megatron_fp8.doctor.loaded import loaded_files
+from megatron_fp8.doctor.library_checks import loaded_files
 
 def looks(surroundings):
     seen = {"files": loaded_files(), "POISONED": os.environ.get("POISONED"), "flag": json.loads("1.5")}
@@ -173,7 +175,8 @@ def test_what_one_check_loads_sets_or_breaks_is_nothing_to_the_others(
     monkeypatch.setattr(examination, "ALONE", dict.fromkeys(names, ""))
     # One at a time, so that whatever could outlast a check is there for the next.
     monkeypatch.setattr(examination, "_PROCESSES_AT_ONCE", 1)
-    found = dict(zip(names, alone(Patient(Surroundings(str(tmp_path)), False, seconds_per_check=60)), strict=True))
+    options = DoctorOptions(Surroundings(str(tmp_path)), False, seconds_per_check=60)
+    found = dict(zip(names, alone(options), strict=True))
     assert json.loads(found["loads"].text) == [str(library)]
     clean = {"files": [], "POISONED": None, "flag": 1.5}
     assert [json.loads(found[name].text) for name in ("looks", "looks_again")] == [clean, clean]
@@ -192,11 +195,11 @@ def test_a_check_is_not_started_after_the_fault_of_what_it_needs(
         return Finding(check, Status.FAULT if check == "transformer engine" else Status.OK, "")
 
     monkeypatch.setattr(examination, "_answer", answer)
-    found = {one.check: one for one in alone(Patient(Surroundings(str(tmp_path)), False, seconds_per_check=1))}
-    assert list(found) == list(checks.ALONE)
+    found = {one.check: one for one in alone(DoctorOptions(Surroundings(str(tmp_path)), False, seconds_per_check=1))}
+    assert list(found) == list(examination.ALONE)
     pointless = {"cuda libraries", "fp8", "fused kernels", "megatron core"}
     assert {name for name, one in found.items() if one.text.startswith("not looked at")} == pointless
-    assert set(started) == set(checks.ALONE) - pointless
+    assert set(started) == set(examination.ALONE) - pointless
     assert started.index("torch") < started.index("transformer engine")
 
 
@@ -235,7 +238,7 @@ def test_findings_survive_the_way_between_processes() -> None:
 
 @pytest.mark.slow
 def test_a_machine_where_all_is_well_has_no_fault(tmp_path: Path) -> None:
-    (found,) = examine(Patient(Surroundings(str(tmp_path)), launched=False, seconds_per_check=120))
+    (found,) = examine(DoctorOptions(Surroundings(str(tmp_path)), launched=False, seconds_per_check=120))
     faults = [finding for finding in found if finding.status is Status.FAULT]
     assert faults == []
     by_check = {finding.check: finding for finding in found}

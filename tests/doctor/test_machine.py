@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8.doctor import machine
+from megatron_fp8.doctor import host_checks as machine
 from megatron_fp8.doctor.finding import Finding, Status, Surroundings
 
 HERE = Surroundings()
@@ -124,7 +124,7 @@ def test_a_home_that_cannot_be_written_is_a_fault(tmp_path: Path) -> None:
 def limits_under(setting: str, devices: Path, system: Path) -> Finding:
     """What a process finds that was started under `ulimit SETTING`."""
     code = (
-        "import json, sys; from pathlib import Path; from megatron_fp8.doctor import machine, finding; "
+        "import json, sys; from pathlib import Path; from megatron_fp8.doctor import finding, host_checks as machine; "
         "print(json.dumps(machine.limits(finding.Surroundings(), *map(Path, sys.argv[1:])).as_json()))"
     )
     command = f'ulimit {setting} && exec "$0" -c "$1" "$2" "$3"'

@@ -26,6 +26,10 @@ SERIES = {
         "precision chart",
     },
     "ready": {"seconds-to-first-step"},
+    "startup": {
+        *("iteration", "seconds", "config-seconds", "import-seconds", "environment-seconds", "model-seconds"),
+        *("data-seconds", "evaluation-seconds", "first-step-seconds"),
+    },
     "train": {
         "iteration",
         "lm loss",
@@ -147,6 +151,7 @@ def test_metrics_hold_the_documented_series(finished: Finished) -> None:
     assert [record["event"] for record in records if record["event"] not in at_intervals] == [
         "start",
         "ready",
+        "startup",
         "checkpoint",
         "end",
     ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,6 +163,7 @@ def train_on_this_rank(
     from megatron_fp8.data.dataset import Datasets
     from megatron_fp8.faults.exit_codes import NonFiniteError, RollbackError
     from megatron_fp8.report.record import Recorder
+    from megatron_fp8.report.start_clock import StartClock
     from megatron_fp8.train.rollback import train_to_the_end
     from megatron_fp8.train.setup import build_parts
     from megatron_fp8.train.step import IntervalLoss
@@ -194,7 +194,7 @@ def train_on_this_rank(
         overridden(parts)
     error = ""
     try:
-        train_to_the_end(parts, datasets_from(position), time.monotonic(), progress, datasets_from, reopened.append)
+        train_to_the_end(parts, datasets_from(position), StartClock(), progress, datasets_from, reopened.append)
     except (NonFiniteError, RollbackError, GoneError) as raised:
         error = f"{type(raised).__name__}: {raised}"
     return Outcome(state_hashes(parts), memory.records, order.asked, error, reopened)

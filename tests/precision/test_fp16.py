@@ -242,6 +242,7 @@ def looped(config: Any, directory: str, poisoned_steps: frozenset[int] = frozens
     from megatron_fp8.data.dataset import Datasets
     from megatron_fp8.report.console import ConsoleSink
     from megatron_fp8.report.record import JsonLines, Recorder
+    from megatron_fp8.report.start_clock import StartClock
     from megatron_fp8.train.loop import train
 
     rank, iterations = torch.distributed.get_rank(), config.training.train_iters
@@ -260,7 +261,7 @@ def looped(config: Any, directory: str, poisoned_steps: frozenset[int] = frozens
 
         before_reduction(parts, poison)
         parts = replace(parts, recorder=Recorder(sinks if rank == 0 else []))
-        train(parts, Datasets(samples, (), num_samples), 0.0)  # type: ignore[arg-type]
+        train(parts, Datasets(samples, (), num_samples), StartClock())  # type: ignore[arg-type]
 
     run_small(config, 0, probe)
 

@@ -1,4 +1,4 @@
-"""A program on a terminal of its own, and what that terminal shows: the few control sequences that rich uses."""
+"""A program on a terminal of its own, and what that terminal shows."""
 
 from __future__ import annotations
 
@@ -10,55 +10,21 @@ import struct
 import subprocess
 import termios
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-_SEQUENCE = re.compile(r"\x1b\[(\??[0-9;]*)([A-Za-z])|(\r|\n)|([^\x1b\r\n]+)")
+import pyte
+
+_MOST_ROWS = 500
 
 
-@dataclass
+@dataclass(frozen=True)
 class Screen:
-    """Lines of any number, no wrapping: a test asks that nothing is wider than the terminal."""
+    """`lines`: of the terminal; `last_lines`: the line with the cursor, each time before the cursor left it."""
 
-    lines: list[str] = field(default_factory=lambda: [""])
-    row: int = 0
-    column: int = 0
-    cursor_visible: bool = True
-    widest: int = 0
-    last_lines: list[str] = field(default_factory=list)
-    """The line with the cursor, after each change of it."""
-
-    def feed(self, text: str) -> None:
-        """Take what a program wrote."""
-        position = 0
-        while position < len(text):
-            match = _SEQUENCE.match(text, position)
-            assert match is not None, text[position : position + 20]
-            position = match.end()
-            self._take(*match.groups())
-
-    def _take(self, parameters: str | None, command: str | None, control: str | None, printed: str | None) -> None:
-        if printed is not None:
-            line = self.lines[self.row].ljust(self.column)
-            self.lines[self.row] = line[: self.column] + printed + line[self.column + len(printed) :]
-            self.column += len(printed)
-            self.widest = max(self.widest, self.column)
-            self.last_lines.append(self.lines[self.row])
-        elif control == "\r":
-            self.column = 0
-        elif control == "\n":
-            self.row += 1
-            self.lines += [""] * (self.row + 1 - len(self.lines))
-        elif command == "K":
-            assert parameters == "2"
-            self.lines[self.row] = ""
-        elif command == "A":
-            self.row -= int(parameters or 1)
-        elif command in ("h", "l"):
-            assert parameters == "?25"
-            self.cursor_visible = command == "h"
-        else:
-            assert command == "m", (parameters, command)
+    lines: list[str]
+    last_lines: list[str]
+    cursor_visible: bool
 
 
 def run_on_terminal(
@@ -90,6 +56,17 @@ def run_on_terminal(
     except OSError:  # how Linux says that nobody has the other end any more
         pass
     os.close(ours)
-    screen = Screen()
-    screen.feed(written.decode())
-    return process.wait(), screen
+    return process.wait(), show(written.decode(), width)
+
+
+def show(text: str, width: int) -> Screen:
+    """What a terminal that is as high as need be shows of a program's output."""
+    screen = pyte.Screen(width, _MOST_ROWS)
+    stream = pyte.Stream(screen)
+    last_lines = []
+    for piece in re.split(r"(?=[\r\n])", text):
+        stream.feed(piece)
+        last_lines.append(screen.display[screen.cursor.y].rstrip())
+    lines = [line.rstrip() for line in screen.display]
+    assert not lines[-1], "the output is longer than the screen"
+    return Screen(lines, last_lines, not screen.cursor.hidden)

@@ -22,6 +22,10 @@ TOLD: list[tuple[dict[str, Any], str]] = [
     ({"event": "start", "device": "cpu", "arithmetic": "native", "time": 5.0}, "device: cpu\narithmetic: native"),
     ({"event": "ready", "seconds-to-first-step": 3.25}, "first step after 3.2 s"),
     (
+        {"event": "startup", "iteration": 9, "seconds": 9.81, "import-seconds": 6.2, "first-step-seconds": 3.61},
+        "startup took 9.8 s: import 6.2, first step 3.6",
+    ),
+    (
         {"event": "resume", **RESUME, "weights only": False, "notes": []},
         "resumed from c/iter_0000008 at iteration 8",
     ),

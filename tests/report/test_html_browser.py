@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Page, sync_playwright
 
 from megatron_fp8.report.html import write_report
 from megatron_fp8.report.run_reader import read_run
-from tests.report.chromium import INSTALL, Page, find_chromium, open_page
 
-pytestmark = pytest.mark.skipif(find_chromium() is None, reason=INSTALL)
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = next((path for path in map(shutil.which, NAMES) if path), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
 
 DRAWN = "document.documentElement.dataset.drawn === 'yes'"
 # Number of marks of each figure that lie inside it and are not of zero size.
@@ -82,9 +85,37 @@ def write_run(directory: Path, offset: float, num_steps: int = 30) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with open_page(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
+def page() -> Iterator[Page]:
+    with sync_playwright() as playwright:
+        # Containers lack what its sandbox and shared memory need; the page is our own.
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+        )
+        yield browser.new_page()
+        browser.close()
+
+
+def problems_of(page: Page) -> list[str]:
+    """Console errors and warnings, exceptions, and requests other than for the file itself, from now on."""
+    found: list[str] = []
+    page.on("console", lambda said: found.append(said.text) if said.type in ("error", "warning", "assert") else None)
+    page.on("pageerror", lambda error: found.append(str(error)))
+    own = ("file:", "data:", "blob:", "about:")
+    page.on("request", lambda request: None if request.url.startswith(own) else found.append(request.url))
+    return found
+
+
+def wait(page: Page, condition: str) -> None:
+    """Until a JavaScript expression is true, for a minute at most. The page forbids to evaluate text later on, as
+    Playwright's own waiting does."""
+    page.evaluate(
+        f"""new Promise((done, late) => {{
+            const end = performance.now() + 60000;
+            const look = () => {condition} ? done()
+                : performance.now() > end ? late("never " + {json.dumps(condition)}) : setTimeout(look, 20);
+            look();
+        }})"""
+    )
 
 
 def check_view(page: Page, num_figures: int) -> None:
@@ -103,24 +134,27 @@ def test_a_report_is_readable_on_a_telephone_and_a_large_screen_by_day_and_by_ni
     runs = [read_run(write_run(tmp_path / f"run{number}", 0.1 * number)) for number in range(num_runs)]
     report = tmp_path / "report.html"
     write_report(runs, report)
-    page.show(report, width=400, dark=False, drawn=DRAWN)
+    problems = problems_of(page)
+    page.set_viewport_size({"width": 400, "height": 900})
+    page.emulate_media(color_scheme="light")
+    page.goto(report.resolve().as_uri())
+    wait(page, DRAWN)
     assert page.evaluate("document.querySelectorAll('h1').length") == 1
     assert page.evaluate("[...document.querySelectorAll('[role=img]')].every((plot) => plot.ariaLabel.length > 20)")
     # Loss, gradient norm, throughput, time per step; heat maps of the first run's amax.
     num_figures = 4 + 1
     check_view(page, num_figures)
-    page.set_width(1600)
-    page.wait("document.querySelector('.plot .main-svg').getBoundingClientRect().width > 1000")
+    page.set_viewport_size({"width": 1600, "height": 900})
+    wait(page, "document.querySelector('.plot .main-svg').getBoundingClientRect().width > 1000")
     check_view(page, num_figures)
     texts = "getComputedStyle(document.querySelector('.plot .xtick text')).fill"
     by_day = page.evaluate(texts)
-    page.set_dark(True)
-    page.wait(f"{texts} !== {json.dumps(by_day)}")
+    page.emulate_media(color_scheme="dark")
+    wait(page, f"{texts} !== {json.dumps(by_day)}")
     check_view(page, num_figures)
     # Legend and choice do what they say.
-    page.evaluate("document.querySelector('.legend button').click()")
-    page.wait(f"document.querySelectorAll('#figure-0 .scatterlayer .trace').length === {4 * num_runs - 1}")
-    page.evaluate("document.getElementById('quantity').value = 1")
-    page.evaluate("document.getElementById('quantity').dispatchEvent(new Event('change'))")
-    page.wait("document.querySelector('#heat h3')?.textContent === 'mlp/weight'")
-    assert page.problems == []
+    page.locator(".legend button").first.click()
+    wait(page, f"document.querySelectorAll('#figure-0 .scatterlayer .trace').length === {4 * num_runs - 1}")
+    page.locator("#quantity").select_option("1")
+    wait(page, "document.querySelector('#heat h3')?.textContent === 'mlp/weight'")
+    assert problems == []

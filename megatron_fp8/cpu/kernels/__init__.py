@@ -1,5 +1,5 @@
-"""CPU kernels that stand for those of Transformer Engine's compiled extension, one theme a file.
+"""CPU kernels in place of those of Transformer Engine's compiled extension.
 
-Each file lists in `__all__` the extension functions that it gives; `megatron_fp8.cpu.extension` collects them.
-A kernel file must not import `transformer_engine` while it is itself imported: TE imports the extension first.
+Each file lists its extension functions in `__all__`; `megatron_fp8.cpu.extension` collects them. A kernel file must not
+import `transformer_engine` at its top: TE imports the extension first.
 """

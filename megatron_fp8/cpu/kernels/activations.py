@@ -16,7 +16,7 @@ import torch
 
 from megatron_fp8.cpu.kernels import activation_math as math
 from megatron_fp8.cpu.kernels.activation_math import Activation
-from megatron_fp8.cpu.kernels.outputs import accumulator_dtype, deliver
+from megatron_fp8.cpu.kernels.quantize import accumulator_dtype, deliver
 
 __all__ = [
     "clamped_dswiglu",

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp8.cpu.kernels import casts
-from megatron_fp8.cpu.kernels.dtypes import torch_dtype
-from megatron_fp8.cpu.kernels.list_limits import check_adam, check_adam_alike, check_dtype
+from megatron_fp8.cpu.kernels.casts import torch_dtype
+from megatron_fp8.cpu.kernels.multi_tensor import check_adam, check_adam_alike, check_dtype
 
 __all__ = [
     "multi_tensor_adam",
@@ -177,7 +177,7 @@ def multi_tensor_adam_fp8(
     for g, p, m, v, master, scale, amax, scale_inv in zip(*tensor_lists, strict=True):
         adam.update(g, master, m, v)
         casts.encode_fp8(master, scale, torch_dtype(fp8_dtype), p)
-        amax.copy_(torch.maximum(amax, casts.amax(master).reshape(amax.shape)))
+        amax.copy_(torch.maximum(amax, casts.tensor_amax(master).reshape(amax.shape)))
         scale_inv.copy_(torch.reciprocal(scale))
 
 

@@ -1,8 +1,7 @@
 """Fused attention of `transformer_engine_torch`: forward, backward, and which configurations it takes.
 
-Owns TE's argument lists and the saved tensors between the passes. Arithmetic is FP32 and results are rounded
-once; no pass makes a tensor of queries by keys. The work itself is in `attention_dense`; layouts are in
-`attention_layout`. Must not know modules.
+TE's argument lists, and the tensors saved for the backward pass. Arithmetic is FP32 and results are rounded once; the
+work itself is in `attention_blocks`, layouts are in `attention_layout`.
 """
 
 import math
@@ -18,8 +17,8 @@ from megatron_fp8.cpu.enums import (
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
-from megatron_fp8.cpu.kernels import attention_dense
-from megatron_fp8.cpu.kernels.attention_blocks import ScoreRules
+from megatron_fp8.cpu.kernels import attention_blocks
+from megatron_fp8.cpu.kernels.attention_blocks import AttentionMask, ScoreRules
 from megatron_fp8.cpu.kernels.attention_layout import (
     QkvLayout,
     Segment,
@@ -29,8 +28,7 @@ from megatron_fp8.cpu.kernels.attention_layout import (
     segments,
     shape_like,
 )
-from megatron_fp8.cpu.kernels.attention_mask import AttentionMask
-from megatron_fp8.cpu.kernels.dtypes import torch_dtype
+from megatron_fp8.cpu.kernels.casts import torch_dtype
 
 __all__ = ["fused_attn_bwd", "fused_attn_fwd", "get_fused_attn_backend"]
 
@@ -40,7 +38,7 @@ def get_fused_attn_backend(fused_attn_params: Any) -> tuple[NVTE_Fused_Attn_Back
 
     BF16 and FP16 with any mask, window, dropout, grouped or multi-query heads and every layout except paged KV
     caches are taken, in head sizes that cuDNN has. TE runs its unfused path for what is refused: FP32 (which
-    `attention_backend` brings back to this kernel), FP8 attention, biases, softmax with an offset, and the maximum
+    `library_patches` brings back to this kernel), FP8 attention, biases, softmax with an offset, and the maximum
     logit.
     """
     layout = NVTE_QKV_Layout(int(fused_attn_params.qkv_layout)).name
@@ -181,7 +179,7 @@ def fused_attn_fwd(
         out.zero_()
         lse.fill_(-math.inf)
     for index, part in enumerate(parts):
-        part_out, part_lse = attention_dense.forward(
+        part_out, part_lse = attention_blocks.forward(
             _working_copy(part.of_q(q_view)),
             _working_copy(part.of_kv(k_view)),
             _working_copy(part.of_kv(v_view)),
@@ -278,7 +276,7 @@ def fused_attn_bwd(
     dq_view, dk_view, dv_view = (heads_first(x, f) for x, f in zip(gradients, formats, strict=True))
     o_view, do_view = heads_first(o, format_name(o_format)), heads_first(d_o, format_name(do_format))
     for index, part in enumerate(parts):
-        dq, dk, dv = attention_dense.backward(
+        dq, dk, dv = attention_blocks.backward(
             _working_copy(part.of_q(do_view)),
             _working_copy(part.of_q(q_view)),
             _working_copy(part.of_kv(k_view)),

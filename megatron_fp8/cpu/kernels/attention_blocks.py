@@ -1,10 +1,7 @@
-"""Exact attention by blocks of queries, for what torch's fused CPU kernel lacks.
+"""Attention of one dense batch in FP32: torch's fused CPU kernel where it applies, else blocks of queries.
 
-That is dropout, sliding windows, bottom-right diagonals of unequal lengths, and value heads of another size
-than key heads. Memory is one block of queries times the keys it attends, forward and backward; probabilities
-are recomputed from the log-sum-exp in the backward pass, and dropout masks from their seed.
-
-Everything is FP32 `[b, h, s, d]`; query heads `h` are a multiple of key heads `hk`. Must not know layouts.
+Neither makes a tensor of all queries by all keys: a block's scores stay in cache, and the backward pass recomputes them
+from the log-sum-exp of the forward pass. Grouped-query attention shares each key head among its query heads.
 """
 
 import math
@@ -13,7 +10,45 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fp8.cpu.kernels.attention_mask import AttentionMask
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Query i attends keys j with `i + shift - left <= j <= i + shift + right`; None is no bound.
+
+    `shift` is 0 for the top-left diagonal and `num_keys - num_queries` for the bottom-right one.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+
+    @classmethod
+    def from_te(cls, causal: bool, window: tuple[int, int] | None, bottom_right: bool) -> "AttentionMask":
+        """From TE's arguments: window `(left, right)`, -1 on a side is no bound; causal bounds the right by 0."""
+        left, right = window if window is not None else (-1, -1)
+        if causal:
+            right = 0
+        return cls(None if left < 0 else left, None if right < 0 else right, bottom_right)
+
+    def shift(self, num_queries: int, num_keys: int) -> int:
+        """Key index that query 0's diagonal lies on."""
+        return num_keys - num_queries if self.bottom_right else 0
+
+    def is_plain_causal(self, num_queries: int, num_keys: int) -> bool:
+        """Whether it is exactly `j <= i`."""
+        return self.left is None and self.right == 0 and self.shift(num_queries, num_keys) == 0
+
+    def is_full(self) -> bool:
+        """Whether every query attends every key."""
+        return self.left is None and self.right is None
+
+    def key_range(self, start: int, stop: int, num_queries: int, num_keys: int) -> tuple[int, int]:
+        """Half-open range of keys that any query in `[start, stop)` attends; may be empty."""
+        shift = self.shift(num_queries, num_keys)
+        first = 0 if self.left is None else max(0, start + shift - self.left)
+        last = num_keys if self.right is None else min(num_keys, stop + shift + self.right)
+        return min(first, num_keys), max(min(first, num_keys), last)
+
 
 _BLOCK_QUERIES = 128
 
@@ -91,12 +126,9 @@ def _generator(rules: ScoreRules) -> torch.Generator:
     return torch.Generator("cuda").manual_seed(rules.dropout_seed)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: ScoreRules) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `[b, h, sq, dv]` and log-sum-exp of scaled scores `[b, h, sq]`.
-
-    q: `[b, h, sq, d]`; k: `[b, hk, sk, d]`; v: `[b, hk, sk, dv]`. A query that attends nothing gives 0 and
-    -inf.
-    """
+def _blocks_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: ScoreRules
+) -> tuple[torch.Tensor, torch.Tensor]:
     b, h, num_queries, _ = q.shape
     out = q.new_zeros(b, h, num_queries, v.shape[3])
     lse = q.new_full((b, h, num_queries), -math.inf)
@@ -119,7 +151,7 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
-def backward(
+def _blocks_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -128,7 +160,6 @@ def backward(
     lse: torch.Tensor,
     rules: ScoreRules,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `forward` for q, k and v. grad, out: `[b, h, sq, dv]`; lse: `[b, h, sq]`."""
     b, h, num_queries, d = q.shape
     num_key_heads = k.shape[1]
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -151,4 +182,43 @@ def backward(
         d_scores = d_probabilities.sub_(row_sums).mul_(probabilities).mul_(rules.scale)
         dq[:, :, rows] = torch.matmul(d_scores, k[:, :, keys]).view(b, h, -1, d)
         dk[:, :, keys] += torch.matmul(d_scores.transpose(2, 3), queries)
+    return dq, dk, dv
+
+
+_aten = torch.ops.aten
+
+
+def _fused_in_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: ScoreRules) -> bool:
+    mask_is_plain = rules.mask.is_full() or rules.mask.is_plain_causal(q.shape[2], k.shape[2])
+    return rules.dropout == 0.0 and mask_is_plain and q.shape[3] == v.shape[3] and min(q.shape[2], k.shape[2]) > 0
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: ScoreRules) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `[b, h, sq, dv]` and log-sum-exp of scaled scores `[b, h, sq]`.
+
+    q: `[b, h, sq, d]`; k: `[b, hk, sk, d]`; v: `[b, hk, sk, dv]`. A query that attends nothing gives 0 and -inf.
+    """
+    if not _fused_in_torch(q, k, v, rules):
+        return _blocks_forward(q, k, v, rules)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, not rules.mask.is_full(), scale=rules.scale
+    )
+    return out, lse
+
+
+def backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    rules: ScoreRules,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `forward` for q, k and v. grad, out: `[b, h, sq, dv]`; lse: `[b, h, sq]`."""
+    if not _fused_in_torch(q, k, v, rules):
+        return _blocks_backward(grad, q, k, v, out, lse, rules)
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, not rules.mask.is_full(), scale=rules.scale
+    )
     return dq, dk, dv

@@ -1,6 +1,7 @@
-"""Memory layouts of attention tensors: how each becomes `[b, h, s, d]`, and which slices are sequences.
+"""Memory layouts of attention tensors: views as `[b, h, s, d]`, sequences within batches, packing, the KV cache.
 
-Owns TE's layout names (`sbhd`, `bshd`, `thd`, `bhsd`, packed forms such as `sb3hd`). Must not know scores.
+Layout names are TE's (`sbhd`, `bshd`, `thd`, `bhsd`, packed forms such as `sb3hd`). The half-tensor corrections of
+context-parallel attention over packed sequences are not implemented.
 """
 
 import itertools
@@ -9,8 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_fp8.cpu.enums import NVTE_QKV_Format, NVTE_QKV_Layout
+
+__all__ = [
+    "convert_bshd_to_thd",
+    "convert_thd_to_bshd",
+    "copy_to_kv_cache",
+    "thd_get_partitioned_indices",
+]
 
 _AXES_TO_BHSD = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3)}
 
@@ -143,3 +152,102 @@ def segments(
     q_places = _placements(layout.q_format, cu_seqlens[0], cu_seqlens_padded[0])
     kv_places = _placements(layout.kv_format, cu_seqlens[1], cu_seqlens_padded[1])
     return [Segment(*q, *kv) for q, kv in zip(q_places, kv_places, strict=True)]
+
+
+def _ranges(cu_seqlens: Tensor) -> list[tuple[int, int]]:
+    """First and past-the-last token of every sequence."""
+    return list(itertools.pairwise(cu_seqlens.tolist()))
+
+
+def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
+    """Packed `[t, h, d]` as `[b, max_seq_len, h, d]`, zero after each sequence; cu_seqlens: int32 `[b + 1]`."""
+    out = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
+    for row, (start, stop) in zip(out, _ranges(cu_seqlens), strict=True):
+        row[: stop - start] = tensor[start:stop]
+    return out
+
+
+def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
+    """Padded `[b, s, h, d]` as packed `[t, h, d]`, zero after the last sequence."""
+    out = tensor.new_zeros(t, *tensor.shape[2:])
+    for row, (start, stop) in zip(tensor, _ranges(cu_seqlens), strict=True):
+        out[start:stop] = row[: stop - start]
+    return out
+
+
+def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int) -> Tensor:
+    """Tokens of a packed tensor that a context-parallel rank holds, int32 `[total_tokens / world_size]`.
+
+    Every sequence is cut into 2 * world_size equal chunks; a rank holds the one at its place and the one at its place
+    from the end. Raises ValueError for a sequence that cannot be cut so.
+    """
+    parts = []
+    for start, stop in _ranges(cu_seqlens):
+        chunk, rest = divmod(stop - start, 2 * world_size)
+        if rest:
+            raise ValueError(
+                f"a sequence of {stop - start} tokens cannot be cut into {2 * world_size} chunks for {world_size} "
+                f"context-parallel ranks; pad it to a multiple of {2 * world_size}"
+            )
+        for place in (rank, 2 * world_size - 1 - rank):
+            parts.append(torch.arange(start + place * chunk, start + (place + 1) * chunk, dtype=torch.int32))
+    indices = torch.cat(parts)
+    if indices.numel() * world_size != total_tokens:
+        raise ValueError(f"cu_seqlens ends at {int(cu_seqlens[-1])}, but there are {total_tokens} tokens")
+    return indices
+
+
+def copy_to_kv_cache(
+    new_k: Tensor,
+    new_v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cu_new_lens: Tensor,
+    cu_cached_lens: Tensor,
+    qkv_format: Any,
+    b: int,
+    max_ctx_len: int,  # noqa: ARG001 - the length that bshd and sbhd tensors have
+    max_seq_len: int,
+    max_pages_per_seq: int,
+    is_non_paged: bool,
+) -> None:
+    """Put each sequence's new tokens behind those that the caches hold of it.
+
+    new_k, new_v: `[b, s, h, d]`, `[s, b, h, d]` or `[t, h, d]` by `qkv_format`; of each sequence its first tokens are
+    new, as many as `cu_new_lens`, int32 cumulative `[b + 1]` or longer, says. `cu_cached_lens`: the same with what is
+    there already. k_cache, v_cache: `[pages, page size, h, d]`, written in place; a page holds
+    `max_seq_len / max_pages_per_seq` tokens. page_table: int32, `max_pages_per_seq` pages of each sequence. With
+    `is_non_paged` sequence i has page i, and before that takes over what is on page `page_table[i]`.
+    """
+    new_lens, lens = cu_new_lens.diff()[:b].tolist(), cu_cached_lens.diff()[:b].tolist()
+    pages = page_table.view(-1, max_pages_per_seq)[:b].long()
+    if is_non_paged:
+        _move_up(pages[:, 0].tolist(), [old - new for old, new in zip(lens, new_lens, strict=True)], k_cache, v_cache)
+        pages = torch.arange(b).unsqueeze(1)
+    page_size = max_seq_len // max_pages_per_seq
+    starts = cu_new_lens.tolist()
+    for index, (new, length) in enumerate(zip(new_lens, lens, strict=True)):
+        places = torch.arange(length - new, length)
+        at = (pages[index][places // page_size], places % page_size)
+        for cache, tokens in ((k_cache, new_k), (v_cache, new_v)):
+            cache[at] = _tokens_of(tokens, qkv_format, index, starts[index], new)
+
+
+def _move_up(sources: list[int], lengths: list[int], *caches: Tensor) -> None:
+    """Close the gaps of sequences that have ended: page i takes the tokens of page `sources[i]`, not before it."""
+    for target, (source, length) in enumerate(zip(sources, lengths, strict=True)):
+        if source != target:
+            for cache in caches:
+                cache[target, :length] = cache[source, :length].clone()
+
+
+def _tokens_of(tokens: Tensor, qkv_format: Any, index: int, start: int, number: int) -> Tensor:
+    kind = NVTE_QKV_Format(int(qkv_format))
+    if kind == NVTE_QKV_Format.NVTE_THD:
+        return tokens[start : start + number]
+    if kind == NVTE_QKV_Format.NVTE_SBHD:
+        return tokens[:number, index]
+    if kind == NVTE_QKV_Format.NVTE_BSHD:
+        return tokens[index, :number]
+    raise NotImplementedError(f"copy_to_kv_cache for {kind.name} has no CPU stand-in")

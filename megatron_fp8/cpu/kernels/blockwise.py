@@ -1,10 +1,14 @@
-"""FP8 with one FP32 scale for 128 consecutive elements (1D) or for 128 x 128 (2D): TE's `Float8BlockQuantizer`.
+"""FP8 with one FP32 scale per 1 x 128 or 128 x 128 elements (`Float8BlockQuantizer`), and tiles, shared with MXFP8.
 
-Layouts are TE's: columnwise bytes are the physical transpose `[last, *rest]`, because TE communicates them; inverse
-scales are stored for its GEMM, 2D rowwise `[m tiles, k tiles]`, 1D rowwise `[k tiles, m]`, 1D columnwise
-`[m tiles, k]`, 2D columnwise `[k tiles, m tiles]`, the last axis padded with zeros to a multiple of 4. The GEMM here
-multiplies the dequantized FP32 numbers, exact with scales that are powers of two (the recipe's default). Must not
-know GEMMs or modules.
+A tile is `rows x columns` of the matrix `[product of leading axes, last]`; tiles at the edges may be smaller. Layouts
+are TE's: columnwise bytes are the physical transpose `[last, *rest]`, because TE communicates them; inverse scales are
+stored for its GEMM, 2D rowwise `[m tiles, k tiles]`, 1D rowwise `[k tiles, m]`, 1D columnwise `[m tiles, k]`, 2D
+columnwise `[k tiles, m tiles]`, the last axis zero-padded to a multiple of 4. The GEMM here multiplies dequantized FP32
+numbers, which is exact when scales are powers of two (the recipe's default).
+
+The `partial` functions quantize the shard of a weight `[h, w]` that a rank of the distributed optimizer owns: elements
+of the row-major weight from `start_offset` on, which may begin and end inside a row or block. TE reduces the shards'
+amaxes over ranks, and each rank casts its shard with the scales of whole blocks.
 """
 
 from collections.abc import Sequence
@@ -13,18 +17,93 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp8.cpu.kernels.blocks import (
-    Tile,
-    decode_tiles,
-    empty_blocks,
-    encode_tiles,
-    matrix_of,
-    missing_usage,
-    set_usages,
-    tile_amax,
-)
-from megatron_fp8.cpu.kernels.dtypes import FP8_MAX, torch_dtype
-from megatron_fp8.cpu.kernels.scaling import scale_from_amax
+from megatron_fp8.cpu.kernels.casts import FP8_MAX, decode_fp8, encode_fp8, scale_from_amax, torch_dtype
+
+__all__ = [
+    "fp8_block_scaling_compute_partial_amax",
+    "fp8_block_scaling_partial_cast",
+]
+
+Tile = tuple[int, int]
+_PARTS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
+
+
+def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
+    """Largest magnitude in each tile of `matrix` `[m, k]`, FP32 `[m tiles, k tiles]`; NaNs are passed over."""
+    tiles = _tiled(matrix, tile)
+    peaks = tiles.abs().amax(dim=(1, 3))
+    if torch.isnan(peaks).any():
+        peaks = torch.where(torch.isnan(tiles), 0.0, tiles.abs()).amax(dim=(1, 3))
+    return peaks.to(torch.float32)
+
+
+def encode_tiles(matrix: Tensor, scale: Tensor, fp8: torch.dtype, tile: Tile) -> Tensor:
+    """Bytes `[m, k]` of `matrix` times its tiles' scales (FP32 `[m tiles, k tiles]`), saturated, to nearest even."""
+    tiles = _tiled(matrix, tile)
+    data = torch.empty(tiles.shape, dtype=torch.uint8)
+    encode_fp8(tiles, scale[:, None, :, None], fp8, out=data)
+    return _untiled(data, matrix.shape)
+
+
+def decode_tiles(data: Tensor, scale_inv: Tensor, fp8: torch.dtype, tile: Tile) -> Tensor:
+    """FP32 numbers `[m, k]` of bytes and their tiles' inverse scales (FP32 `[m tiles, k tiles]`)."""
+    values, factor = decode_fp8(data, fp8)
+    tiles = _tiled(values.mul_(factor), tile)
+    return _untiled(tiles.mul_(scale_inv[:, None, :, None]), data.shape)
+
+
+def _tiled(matrix: Tensor, tile: Tile) -> Tensor:
+    """`[m tiles, rows, k tiles, columns]`, a view where the tiles fit and padded with zeros where not."""
+    missing = [-size % length for size, length in zip(matrix.shape, tile, strict=True)]
+    if any(missing):
+        matrix = torch.nn.functional.pad(matrix, (0, missing[1], 0, missing[0]))
+    rows, columns = tile
+    return matrix.view(matrix.shape[0] // rows, rows, matrix.shape[1] // columns, columns)
+
+
+def _untiled(tiles: Tensor, shape: Sequence[int]) -> Tensor:
+    row_tiles, rows, column_tiles, columns = tiles.shape
+    return tiles.view(row_tiles * rows, column_tiles * columns)[: shape[0], : shape[1]]
+
+
+def matrix_of(tensor: Tensor) -> Tensor:
+    """Contiguous `[product of the leading axes, last]`; `[1, 1]` of a tensor without axes."""
+    return tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).contiguous()
+
+
+def empty_blocks(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, **options: Any) -> Any:
+    """A tensor of nominal `dtype` with undefined bytes and zero scales, in the layout that TE's quantizer describes."""
+    described = quantizer.storage_metadata(dtype)
+    parts: dict[str, Any] = {name.removeprefix("_"): None for name in _PARTS}
+    for name, (part_shape, part_dtype) in quantizer.inner_tensor_specs(tuple(shape)).items():
+        parts[name.removeprefix("_")] = torch.zeros(part_shape, dtype=part_dtype, device=device)
+    arguments = described["nontensor_kwargs"] | parts | options
+    if not quantizer.internal:
+        # The tensor classes call the nominal dtype `dtype`, their storages `fake_dtype`.
+        del arguments["fake_dtype"]
+        arguments |= {"shape": torch.Size(shape), "dtype": dtype, "device": torch.device(device)}
+    return described["cls"](**arguments)
+
+
+def set_usages(output: Any, quantizer: Any) -> None:
+    """Give `output` the buffers of the quantizer's usages and no others, keeping those that it has."""
+    specs = quantizer.inner_tensor_specs(tuple(output.size()))
+    for name in _PARTS:
+        if name not in specs:
+            setattr(output, name, None)
+        elif getattr(output, name) is None:
+            shape, dtype = specs[name]
+            setattr(output, name, torch.zeros(shape, dtype=dtype))
+    output._fp8_dtype = quantizer.dtype
+
+
+def missing_usage(storage: Any, columnwise: bool) -> RuntimeError:
+    """The error for a GEMM that reads a usage which the tensor does not hold."""
+    usage = "columnwise" if columnwise else "rowwise"
+    return RuntimeError(
+        f"{type(storage).__name__} holds no {usage} data, which this GEMM reads; see its update_usage()"
+    )
+
 
 _LENGTH = 128
 
@@ -100,3 +179,50 @@ def _quantize(matrix: Tensor, quantizer: Any, tile: Tile) -> tuple[Tensor, Tenso
 
 def _store(buffer: Tensor, scale_inv: Tensor) -> None:
     buffer[: scale_inv.shape[0], : scale_inv.shape[1]] = scale_inv
+
+
+def fp8_block_scaling_compute_partial_amax(
+    tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int
+) -> None:
+    """Write the piece's largest magnitude in each block into `amax`, FP32 `[>= h blocks, >= w blocks]`.
+
+    tensor: FP32 or BF16 `[n]`. Blocks that the piece does not touch get 0; NaNs are passed over.
+    """
+    amax.zero_()
+    if tensor.numel() == 0:
+        return
+    _check_piece(tensor, h, w, start_offset)
+    first, last = _block_rows(tensor, h, w, start_offset, block_len)
+    rows = torch.zeros(last - first, w, dtype=tensor.dtype, device=tensor.device)
+    rows.view(-1)[start_offset - first * w :][: tensor.numel()].copy_(tensor)
+    peaks = tile_amax(rows, (block_len, block_len))
+    first_block = first // block_len
+    amax[first_block : first_block + peaks.shape[0], : peaks.shape[1]].copy_(peaks)
+
+
+def fp8_block_scaling_partial_cast(
+    inp: Tensor, out: Tensor, scale: Tensor, h: int, w: int, start_offset: int, block_len: int, out_dtype: Any
+) -> None:
+    """Write the piece's bytes, times the scales of their blocks, saturated and rounded to nearest even, into `out`.
+
+    inp: FP32 or BF16 `[n]`; out: uint8 `[n]`; scale: FP32 `[>= h blocks, >= w blocks]`.
+    """
+    if inp.numel() == 0:
+        return
+    _check_piece(inp, h, w, start_offset)
+    first, last = _block_rows(inp, h, w, start_offset, block_len)
+    blocks = scale[first // block_len : -(-last // block_len), : -(-w // block_len)]
+    rows = blocks.repeat_interleave(block_len, dim=0)[: last - first].repeat_interleave(block_len, dim=1)[:, :w]
+    scales = rows.reshape(-1)[start_offset - first * w :][: inp.numel()]
+    encode_fp8(inp, scales, torch_dtype(out_dtype), out=out)
+
+
+def _block_rows(piece: Tensor, h: int, w: int, start_offset: int, block_len: int) -> tuple[int, int]:
+    """First row and end row of the rows of blocks that the piece touches."""
+    end_row = -(-(start_offset + piece.numel()) // w)
+    return start_offset // w // block_len * block_len, min(h, -(-end_row // block_len) * block_len)
+
+
+def _check_piece(piece: Tensor, h: int, w: int, start_offset: int) -> None:
+    if start_offset < 0 or start_offset + piece.numel() > h * w:
+        raise ValueError(f"elements {start_offset} to {start_offset + piece.numel()} are not all in {h} x {w}")

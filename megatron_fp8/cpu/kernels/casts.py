@@ -1,20 +1,49 @@
-"""Float8 casts by value, and the largest magnitude that they need. Must not know scaling recipes or tensor classes.
+"""Float8 numbers: dtypes, casts by value, amaxes and the scales made from them.
 
 E4M3: 1 sign, 4 exponent (bias 7), 3 mantissa bits, largest 448, no infinities, NaN is S.1111.111. E5M2: 1, 5 (bias
 15), 2 bits, largest 57344, infinities and NaNs. Casts saturate and round to nearest even, as TE's kernels do.
 
-Rates on one AMD Zen 3 core for `[2048, 2752]`, in 10^9 elements a second. To FP32: E4M3 by torch's cast 0.3, by the
-bits 1.9 (used); E5M2 by torch's cast 1.3, by the bits 2.3 (used); the two NaN checks 30. BF16 to E4M3 in one piece 0.7,
-in blocks 0.8, without the clamp 0.9; to E5M2 0.9, 1.15 and 1.3. The casts themselves, torch's, run at 1.3 and 2.3;
-rounding by integers or by adding a magic number takes eight passes and is slower. Largest magnitude by `aminmax` 8.
+Rates on one AMD Zen 3 core for `[2048, 2752]`, in 10^9 elements a second. To FP32: E4M3 by torch's cast 0.3, by bit
+operations 1.9 (used); E5M2 2.3 by bit operations (used), 1.3 by torch; the two NaN checks 30. BF16 to E4M3 in one piece
+0.7, in blocks 0.8, without the clamp 0.9; to E5M2 0.9, 1.15 and 1.3. torch's casts alone run at 1.3 and 2.3; rounding
+by integer arithmetic or a magic number takes eight passes and is slower. amax by `aminmax` 8.
 """
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fp8.cpu.kernels.dtypes import FP8_MAX
+from megatron_fp8.cpu.enums import DType
+
+__all__ = [
+    "FP8TensorMeta",
+    "compute_amax",
+    "fused_amax_and_scale_update_after_reduction",
+]
+
+_TORCH_DTYPES = {
+    DType.kByte: torch.uint8,
+    DType.kInt32: torch.int32,
+    DType.kFloat32: torch.float32,
+    DType.kFloat16: torch.float16,
+    DType.kBFloat16: torch.bfloat16,
+    DType.kFloat8E4M3: torch.float8_e4m3fn,
+    DType.kFloat8E5M2: torch.float8_e5m2,
+}
+FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+FP32_MAX = torch.finfo(torch.float32).max
+
+
+def torch_dtype(te_dtype: Any) -> torch.dtype:
+    """The torch dtype of one of TE's: a `DType` of the extension or of TE's Python, or its integer.
+
+    Raises KeyError for FP4, which torch cannot compute with.
+    """
+    return _TORCH_DTYPES[DType(int(te_dtype))]
+
 
 # FP32 numbers in flight at a time, 1 MiB: fewer stay in cache and cost more calls, more do not stay.
 _BLOCK_ELEMENTS = 2**18
@@ -68,7 +97,7 @@ def _has_e4m3_nan(data: Tensor) -> bool:
     return int(data.view(torch.int8).max()) == 0x7F or int(data.max()) == 0xFF
 
 
-def amax(x: Tensor) -> Tensor:
+def tensor_amax(x: Tensor) -> Tensor:
     """Largest magnitude in `x` as FP32 `[]`; 0 for an empty tensor.
 
     NaNs are passed over, as by the `fmaxf` of TE's kernels, and infinities are not: a NaN shows in the bytes.
@@ -84,3 +113,79 @@ def amax(x: Tensor) -> Tensor:
 def _peak(x: Tensor) -> Tensor:
     low, high = torch.aminmax(x)
     return torch.maximum(low.abs(), high.abs()).to(torch.float32)
+
+
+@dataclass
+class FP8TensorMeta:
+    """Scales and amax history of a module's FP8 tensors, as TE's operation API fills them in."""
+
+    scale: Tensor | None = None
+    scale_inv: Tensor | None = None
+    amax_history: Tensor | None = None
+
+
+def fused_amax_and_scale_update_after_reduction(
+    amax_reduction_buffer: Tensor,
+    amax_histories: list[Tensor],
+    scales: list[Tensor],
+    amax_compute_algo: str,
+    fp8_dtype: Any,
+    margin: float,
+) -> None:
+    """Enter the reduced amaxes into the histories, roll them, and compute the next scales, all in place.
+
+    amax_reduction_buffer: FP32, the amaxes of all modules one after the other; empty where nothing was reduced, and
+    then row 0 of each history stands. Each history is FP32 `[history_length, operands]`, of any length, each scale
+    FP32 `[operands]`. amax_compute_algo: `max` over the history or `most_recent`. Row 0 of a history is the step
+    that just ended; afterwards it is 0 and that step stands in the last row.
+
+    `scale = fp8_max / amax / 2^margin`. Degenerate amaxes: 0, infinite or NaN (also somewhere in the history with
+    `max`) keep the old scale; so small that the scale overflows gives the FP32 maximum. Source: TE's Python,
+    `quantization.py`, `_default_get_amax_and_update_history` and `_default_sf_compute`, to which this is equal bit
+    for bit: `number / tensor` of torch multiplies with the reciprocal. TE's CUDA kernel divides, which may differ in
+    the last bit, and passes over NaNs, which its quantize kernels never write.
+
+    Raises ValueError for another algorithm.
+    """
+    if amax_compute_algo not in ("max", "most_recent"):
+        raise ValueError(f"amax_compute_algo is {amax_compute_algo!r}; use 'max' or 'most_recent'")
+    if not amax_histories:
+        return
+    if amax_reduction_buffer.numel():
+        reduced = amax_reduction_buffer.split([scale.numel() for scale in scales])
+        torch._foreach_copy_([history[0] for history in amax_histories], reduced)
+    whole = amax_compute_algo == "max"
+    amaxes = torch.cat([history.amax(dim=0) if whole else history[0] for history in amax_histories])
+    for history in amax_histories:
+        # The oldest row falls out; the newest goes to the end.
+        history.copy_(torch.roll(history, -1, 0))
+        history[0].zero_()
+    # All modules at once: an operation costs more than these few numbers.
+    new = (FP8_MAX[torch_dtype(fp8_dtype)] / amaxes) / (2**margin)
+    new = torch.where(torch.isfinite(amaxes) & (amaxes > 0), new, torch.cat(scales))
+    new = torch.where(torch.isinf(new), FP32_MAX, new)
+    torch._foreach_copy_(scales, new.split([scale.numel() for scale in scales]))
+
+
+def scale_from_amax(
+    amax: Tensor, fp8_max: float, force_pow_2_scales: bool, epsilon: float, overflow: float = FP32_MAX
+) -> Tensor:
+    """Scales for blocks or tensors whose largest magnitudes are `amax` (FP32, any shape), of the same shape.
+
+    Degenerate amaxes: below `epsilon` counts as epsilon; 0, infinite or NaN gives 1; so small that the scale is
+    infinite gives `overflow`. `force_pow_2_scales` rounds down to a power of two. Source: TE,
+    `common/recipe/recipe_common.cuh`, `compute_scale_from_amax`.
+    """
+    amax = torch.where(amax < epsilon, epsilon, amax)
+    # `fp8_max / amax` would multiply with the reciprocal and round twice.
+    scale = torch.div(torch.tensor(fp8_max), amax)
+    scale = torch.where(torch.isinf(scale), overflow, scale)
+    if force_pow_2_scales:
+        # Without the mantissa: the power of two at or below.
+        scale = scale.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+    return torch.where(torch.isfinite(amax) & (amax > 0), scale, 1.0)
+
+
+def compute_amax(input: Tensor, amax: Tensor) -> None:
+    """Write the largest magnitude of `input` (FP32, BF16 or FP16) into `amax`, FP32 with one element."""
+    amax.fill_(tensor_amax(input))

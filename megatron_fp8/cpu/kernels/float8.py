@@ -12,9 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp8.cpu.kernels.casts import amax, decode_fp8, encode_fp8
-from megatron_fp8.cpu.kernels.dtypes import FP8_MAX, torch_dtype
-from megatron_fp8.cpu.kernels.scaling import scale_from_amax
+from megatron_fp8.cpu.kernels.casts import (
+    FP8_MAX,
+    decode_fp8,
+    encode_fp8,
+    scale_from_amax,
+    tensor_amax,
+    torch_dtype,
+)
 
 
 def quantize_float8(tensor: Tensor, quantizer: Any, output: Any, noop: bool) -> Any:
@@ -30,7 +35,7 @@ def quantize_float8(tensor: Tensor, quantizer: Any, output: Any, noop: bool) -> 
         _set_usages(output, quantizer)
     if noop or tensor.numel() == 0:
         return output
-    peak = amax(tensor)
+    peak = tensor_amax(tensor)
     scale = _scale(peak, quantizer)
     data = rowwise_bytes(output)
     encode_fp8(tensor.reshape(data.shape), scale, torch_dtype(quantizer.dtype), out=data, bound=float(peak))

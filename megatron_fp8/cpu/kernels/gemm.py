@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp8.cpu.kernels.dtypes import torch_dtype
+from megatron_fp8.cpu.kernels.casts import torch_dtype
 from megatron_fp8.cpu.kernels.gemm_limits import Epilogue, check_gemm, describe
 from megatron_fp8.cpu.kernels.quantize import format_of, quantize
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp8.cpu.kernels.dtypes import torch_dtype
+from megatron_fp8.cpu.kernels.casts import torch_dtype
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32

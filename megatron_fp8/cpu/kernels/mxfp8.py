@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp8.cpu.kernels.blocks import (
+from megatron_fp8.cpu.kernels.blockwise import (
     Tile,
     decode_tiles,
     empty_blocks,
@@ -22,7 +22,7 @@ from megatron_fp8.cpu.kernels.blocks import (
     set_usages,
     tile_amax,
 )
-from megatron_fp8.cpu.kernels.dtypes import FP8_MAX, torch_dtype
+from megatron_fp8.cpu.kernels.casts import FP8_MAX, torch_dtype
 
 _LENGTH = 32
 # Exponent of E8M0's 0 and of its largest finite number; FP32 has the same bias.

@@ -1,21 +1,92 @@
-"""LayerNorm and RMSNorm of `transformer_engine_torch`, forward and backward.
+"""LayerNorm and RMSNorm of `transformer_engine_torch`, forward and backward, and what TE's refuse.
 
-Statistics and arithmetic are FP32 whatever the input dtype, and results are rounded once, as in TE's CUDA
-kernels. `sm_margin` arguments limit GPU multiprocessors and have no meaning here. Must not know about modules
-or recipes: a quantized output goes through the quantizer it is given.
+Statistics and arithmetic are FP32 whatever the input dtype, and results are rounded once, as in TE's CUDA kernels.
+`sm_margin` limits GPU multiprocessors and is ignored. Sources of the checks: TE's `ln_api.cpp` and `rmsnorm_api.cpp`,
+`normalization/common.h`, and the kernels that it registers.
 
-Measured beside PyTorch's norms and their autograd on [2048, 512], one thread, interleaved, time of ours / time of
-theirs: RMSNorm forward 0.64 in FP32 and 0.58 in BF16, backward 0.25 and 0.32; LayerNorm 1.0, being the same kernel.
+Time relative to PyTorch's norms and their autograd, [2048, 512], one thread, interleaved: RMSNorm forward 0.64 in FP32
+and 0.58 in BF16, backward 0.25 and 0.32; LayerNorm 1.0 (the same kernel).
 """
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron_fp8.cpu.kernels.norm_limits import check_backward, check_forward
-from megatron_fp8.cpu.kernels.outputs import deliver, high_precision_dtype
+from megatron_fp8.cpu.kernels.casts import torch_dtype
+from megatron_fp8.cpu.kernels.quantize import deliver
 
-__all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_bwd_add", "rmsnorm_fwd"]
+__all__ = [
+    "layernorm_bwd",
+    "layernorm_fwd",
+    "rmsnorm_bwd",
+    "rmsnorm_bwd_add",
+    "rmsnorm_fwd",
+]
+
+# Output dtypes by that of input and weight, which are the same in every kernel.
+_OUTPUTS = {
+    torch.float32: (torch.float32, torch.float16, torch.bfloat16),
+    torch.float16: (torch.float16,),
+    torch.bfloat16: (torch.bfloat16,),
+}
+
+
+def check_forward(x: Tensor, gamma: Tensor, beta: Tensor | None, epsilon: float, output: Any, quantizer: Any) -> None:
+    """Raise RuntimeError for a forward pass that TE has no kernel for.
+
+    beta: None for RMSNorm; output: TE's dtype of the result, before `quantizer` where there is one.
+    """
+    if beta is not None and gamma.shape != beta.shape:
+        raise RuntimeError(f"Gamma and Beta must have the same shape: {list(gamma.shape)}, {list(beta.shape)}")
+    if beta is not None and gamma.dtype != beta.dtype:
+        raise RuntimeError(
+            f"Gamma and Beta must have the same dtype. Gamma dtype: {gamma.dtype}, Beta dtype: {beta.dtype}"
+        )
+    _check_hidden_size(x, gamma)
+    if epsilon < 0:
+        raise RuntimeError(f"Epsilon must be non-negative: {epsilon}")
+    for name, tensor in (("x", x), ("gamma", gamma), *([] if beta is None else [("beta", beta)])):
+        if not tensor.is_contiguous():
+            raise RuntimeError(f"{name} is not contiguous; TE's norms read its memory in order")
+    _check_kernel(x, gamma, torch_dtype(output))
+    if type(quantizer).__name__ == "Float8Quantizer" and torch_dtype(quantizer.dtype) != torch.float8_e4m3fn:
+        raise RuntimeError(f"Unavailable kernel for this normalization config: the result is {quantizer.dtype}")
+
+
+def check_backward(x: Tensor, gamma: Tensor, gradients: dict[str, Tensor], statistics: dict[str, Tensor]) -> None:
+    """Raise RuntimeError for a backward pass that TE refuses; TE copies what is not contiguous.
+
+    gradients: of the result, and what is added, by name; statistics: of rows, by name.
+    """
+    for name, gradient in gradients.items():
+        if gradient.dtype != gamma.dtype:
+            raise RuntimeError(f"{name} is {gradient.dtype}, gamma {gamma.dtype}: they must have the same dtype")
+        if gradient.shape != x.shape:
+            raise RuntimeError(f"{name} has shape {list(gradient.shape)}, x {list(x.shape)}: they must be the same")
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    for name, statistic in statistics.items():
+        if statistic.dtype != torch.float32:
+            raise RuntimeError(f"{name} must be a float32 tensor, not {statistic.dtype}")
+        if statistic.numel() != rows:
+            raise RuntimeError(
+                f"{name} must be 1D tensor with shape (x.shape[0],): {list(statistic.shape)}, {rows} rows"
+            )
+    _check_hidden_size(x, gamma)
+    _check_kernel(x, gamma, gamma.dtype)
+
+
+def _check_hidden_size(x: Tensor, gamma: Tensor) -> None:
+    if tuple(gamma.shape) != (x.shape[-1],):
+        raise RuntimeError(f"Gamma must have the same hidden size: {list(gamma.shape)} for x of {list(x.shape)}")
+
+
+def _check_kernel(x: Tensor, gamma: Tensor, output: torch.dtype) -> None:
+    if gamma.dtype != x.dtype or output not in _OUTPUTS.get(x.dtype, ()):
+        raise RuntimeError(
+            f"Unavailable kernel for this normalization config: input {x.dtype}, weight {gamma.dtype}, result {output}"
+        )
+
 
 _aten = torch.ops.aten
 
@@ -44,7 +115,7 @@ def layernorm_fwd(
     """
     check_forward(input, weight, bias, eps, otype, quantizer)
     hidden = weight.numel()
-    dtype = high_precision_dtype(otype)
+    dtype = torch_dtype(otype)
     # With FP32 weights aten keeps FP32 statistics for BF16 inputs; its output has the input's dtype, so it
     # rounds in the kernel only when that is the whole of the output conversion.
     rounds_in_kernel = quantizer is None and dtype == input.dtype
@@ -106,7 +177,7 @@ def rmsnorm_fwd(
     rsigma.square_().div_(hidden).add_(eps).rsqrt_()
     y = torch.mul(x, rsigma) if x is input else x.mul_(rsigma)
     y.mul_(_gamma(weight, zero_centered_gamma))
-    return [deliver(y, high_precision_dtype(otype), quantizer, ln_out), None, rsigma.view(-1)]
+    return [deliver(y, torch_dtype(otype), quantizer, ln_out), None, rsigma.view(-1)]
 
 
 def _rmsnorm_gradients(

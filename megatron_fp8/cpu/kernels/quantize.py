@@ -1,7 +1,4 @@
-"""Quantization functions of `transformer_engine_torch`: which format a quantizer or a quantized tensor has.
-
-Must not know how a format is computed (see the format files) or what a GEMM does with it.
-"""
+"""Quantization functions of `transformer_engine_torch`, by format, and how kernels return quantized results."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp8.cpu.kernels import blockwise, float8, mxfp8
-from megatron_fp8.cpu.kernels.dtypes import torch_dtype
+from megatron_fp8.cpu.kernels.casts import torch_dtype
 
 __all__ = [
     "bgrad_quantize",
@@ -145,3 +142,36 @@ def swap_first_dims(tensor: Tensor, *, out: Tensor | None) -> Tensor:
     """`[a, b, *rest]` as contiguous `[b, a, *rest]`, written to `out` if given."""
     swapped = tensor.transpose(0, 1)
     return swapped.contiguous() if out is None else out.copy_(swapped)
+
+
+def _casts_inside_kernel(quantizer: Any) -> bool:
+    """Whether TE's CUDA kernel applies this quantizer to its FP32 accumulators (delayed scaling does)."""
+    # TE imports this package's extension first, so its classes exist only once a kernel runs.
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    return isinstance(quantizer, Float8Quantizer)
+
+
+def accumulator_dtype(quantizer: Any, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a kernel hands its result to `deliver`: FP32 where the quantizer sees FP32."""
+    return torch.float32 if quantizer is not None and _casts_inside_kernel(quantizer) else dtype
+
+
+def deliver(result: torch.Tensor, dtype: torch.dtype, quantizer: Any = None, out: Any = None) -> Any:
+    """Round `result` once and return it as the kernel's output.
+
+    result: FP32 or `dtype`, any shape; scratch that the caller gives away.
+    dtype: high-precision output dtype, and the nominal dtype of a quantized output.
+    quantizer: None, or the TE quantizer of the consumer. Delayed scaling quantizes FP32 values and takes
+        their amax, as TE's fused kernels do; the other quantizers see values rounded to `dtype` first.
+    out: None, or the tensor to write (quantized when `quantizer` is given).
+    """
+    if quantizer is None:
+        if out is None:
+            return result.to(dtype)
+        return out.copy_(result)
+    if not _casts_inside_kernel(quantizer):
+        return quantize(result.to(dtype), quantizer, out)
+    if out is None:
+        out = quantizer.make_empty(result.shape, dtype=dtype, device=result.device)
+    return quantize(result, quantizer, out)

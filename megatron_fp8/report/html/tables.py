@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fp8.report.events import event_level, event_text, format_seconds
+from megatron_fp8.report.events import describe_startup, event_level, event_text, format_seconds
 from megatron_fp8.report.html.figures import series_scale, short, time_parts
 from megatron_fp8.report.record import Record
 from megatron_fp8.report.run_reader import Run, flatten
@@ -74,6 +74,7 @@ def numbers(runs: Sequence[Run]) -> list[Row]:
         ),
         Row("Peak memory, GB (1e9 bytes)", [_peak_memory(run) for run in runs]),
         Row("Skipped steps", [_last(run, "skipped-iterations", "{:,.0f}") for run in runs]),
+        Row("Start, last", [describe_startup(run.startup) if run.startup else _NONE for run in runs]),
         Row("Time in all, last start", [_seconds(run) for run in runs]),
     ]
     return [row for row in rows if any(cell != _NONE for cell in row.cells)]

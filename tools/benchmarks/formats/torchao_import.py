@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import ModuleType
 
 # Logger, beginning of the message, and why it says nothing.
@@ -19,9 +20,7 @@ _SAYS_NOTHING = {
 def import_float8() -> ModuleType:
     """The module `torchao.float8`."""
     with _without_warnings():
-        import torchao.float8
-
-        return torchao.float8
+        return import_module("torchao.float8")
 
 
 @contextmanager

@@ -54,7 +54,8 @@ class PlainBlock(nn.Module):
         context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.num_groups < self.num_heads)
         x = x + self.proj(context.transpose(1, 2).reshape(b, s, -1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        output: Tensor = x + self.down(F.silu(gate) * up)
+        return output
 
 
 class PlainGPT(nn.Module):

@@ -1,4 +1,4 @@
-"""Owns the checks of installed packages, of Python, and of the login at wandb. Imports no torch."""
+"""Checks of installed packages, of Python, and of the login at wandb. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""Scaled and masked softmax of `transformer_engine_torch`, which TE's unfused attention uses.
+"""Scaled and masked softmax (TE's unfused attention) and dropout (TE's operation fuser).
 
-Owns the softmax over scores `[b, h, sq, sk]` (or `[b * h, sq, sk]` for the upper-triangular form); such tensors exist
-only on TE's unfused path. Arithmetic is FP32 and rounded once; what TE's kernels refuse is refused. Must not know
-attention.
+Scores are `[b, h, sq, sk]`, or `[b * h, sq, sk]` in the upper-triangular form. Arithmetic is FP32, rounded once.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = [
+    "dropout_bwd",
+    "dropout_fwd",
     "scaled_aligned_causal_masked_softmax_backward",
     "scaled_aligned_causal_masked_softmax_forward",
     "scaled_masked_softmax_backward",
@@ -118,3 +120,43 @@ def scaled_aligned_causal_masked_softmax_backward(
 ) -> Tensor:
     """Gradient of `scaled_aligned_causal_masked_softmax_forward` from its result."""
     return _backward(output_grad_, softmax_results_, scale_factor)
+
+
+_BITS_PER_BYTE = 8
+
+
+def _pack(keep: Tensor) -> Tensor:
+    """Bits of a bool tensor, eight to a byte, the first in the lowest bit; its size is a multiple of eight."""
+    weights = 2 ** torch.arange(_BITS_PER_BYTE, dtype=torch.uint8)
+    return (keep.view(-1, _BITS_PER_BYTE).to(torch.uint8) * weights).sum(dim=1, dtype=torch.uint8)
+
+
+def _unpack(mask: Tensor) -> Tensor:
+    bits = torch.arange(_BITS_PER_BYTE, dtype=torch.uint8)
+    return (mask.unsqueeze(1) >> bits & 1).bool().view(-1)
+
+
+def dropout_fwd(input: Any, dropout_probability: float, out: Tensor | None = None) -> list[Tensor]:
+    """Zero elements with `dropout_probability`, and divide the others by its complement.
+
+    input: any shape, a number of elements that is a multiple of 16, BF16 or FP16; FP8 is dequantized first.
+    Returns `[out, mask]`: out of input's shape and dtype; mask uint8 `[elements / 8]`, a bit for each that is kept.
+    Draws from the default generator.
+    """
+    values: Tensor = input.dequantize() if hasattr(input, "_fp8_dtype") else input
+    keep = torch.empty(values.shape).bernoulli_(1.0 - dropout_probability)
+    result = _scaled(values, keep.bool(), dropout_probability)
+    return [result if out is None else out.copy_(result), _pack(keep.bool().view(-1))]
+
+
+def dropout_bwd(
+    grad_output: Tensor, mask: Tensor, dropout_probability: float, grad_input: Tensor | None = None
+) -> Tensor:
+    """Gradient of `dropout_fwd`: the same elements zeroed, the same factor on the others."""
+    result = _scaled(grad_output, _unpack(mask).view(grad_output.shape), dropout_probability)
+    return result if grad_input is None else grad_input.copy_(result)
+
+
+def _scaled(values: Tensor, keep: Tensor, dropout_probability: float) -> Tensor:
+    factor = 1.0 / (1.0 - dropout_probability) if dropout_probability < 1.0 else 0.0
+    return torch.where(keep, values * factor, torch.zeros((), dtype=values.dtype))

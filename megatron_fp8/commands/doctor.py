@@ -1,14 +1,19 @@
-"""Owns how findings are shown: a table and the version matrix, or JSON. Must not know how they were made."""
+"""Reports what is installed on a machine, and what of it works.
+
+Alone, or on all ranks under torchrun. Exit code 1: training here would fail. What a machine only lacks is no fault.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_fp8.doctor.checks import ORDER
-from megatron_fp8.doctor.finding import Finding, Status
+from megatron_fp8.doctor.examination import ORDER, DoctorOptions, examine
+from megatron_fp8.doctor.finding import Finding, Status, Surroundings, launched
 
 _FILE_WIDTH = 140
 _STYLES = {Status.OK: "green", Status.ABSENT: "yellow", Status.FAULT: "bold red"}
@@ -100,3 +105,37 @@ def show_plainly(by_rank: Sequence[Sequence[Finding]]) -> None:
 def _named(ranks: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', ...' if len(ranks) > 8 else ''}"
+
+
+def parse_arguments(arguments: Sequence[str] | None, program: str | None = None) -> argparse.Namespace:
+    """Command line to settings; a wrong one exits with code 2."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(prog=program, description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--run-root", default="runs", help="directory of the runs, run.root of the config (runs)")
+    parser.add_argument("--min-gpus", type=int, default=0, metavar="N", help="fewer GPUs than N are a fault (0)")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="a check that takes longer is a fault (300)"
+    )
+    settings = parser.parse_args(arguments)
+    if settings.timeout <= 0:
+        parser.error(f"--timeout {settings.timeout}: a check needs some time; use 300")
+    return settings
+
+
+def main(arguments: Sequence[str] | None = None, program: str | None = None) -> None:
+    """Examine, and report on rank 0; `program`: its name in `--help`."""
+    settings = parse_arguments(arguments, program)
+    rank, world_size = launched() or (0, 1)
+    surroundings = Surroundings(settings.run_root, settings.min_gpus, rank, world_size)
+    found = examine(DoctorOptions(surroundings, launched() is not None, settings.timeout))
+    if rank == 0:
+        if settings.json:
+            print(as_json(found))
+        elif importlib.util.find_spec("rich") is None:
+            show_plainly(found)
+        else:
+            show(found)
+        sys.stdout.flush()
+    if num_faults(found):
+        sys.exit(1)

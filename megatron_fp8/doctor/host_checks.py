@@ -1,6 +1,6 @@
-"""Owns the checks of the machine: driver, memory that processes share, limits, directories. Imports no torch.
+"""Checks of the host: driver, shared memory, limits, directories. Imports no torch.
 
-Each reads what the system says of itself; paths are arguments, so that a machine can be described by files.
+Each reads what the system says of itself; paths are arguments, so that a host can be described by files.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp8.doctor.finding import Finding, Status, Surroundings
-from megatron_fp8.doctor.machine import nearest_directory
+from megatron_fp8.doctor.host_checks import nearest_directory
 
 MEETING_TIMEOUT = timedelta(seconds=90)
 # A network file system may show another machine's file some time after it was made.
@@ -137,9 +137,9 @@ def gather(surroundings: Surroundings) -> list[tuple[str, list[dict[str, Any]]]]
     return _gathered((socket.gethostname(), [finding.as_json() for finding in surroundings.findings]))
 
 
-def _gathered(value: object) -> list:
+def _gathered(value: object) -> list[Any]:
     import torch.distributed
 
-    values: list = [None] * torch.distributed.get_world_size()
+    values: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values

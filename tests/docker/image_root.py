@@ -1,6 +1,6 @@
 """Carries out a Dockerfile in a root directory of its own, without a container engine, and runs commands in it.
 
-    python tools/image_root.py docker/Dockerfile.cpu ROOT --base BASE [--build-arg NAME=VALUE] [--run "COMMAND"] ...
+    python tests/docker/image_root.py DOCKERFILE ROOT --base BASE [--build-arg NAME=VALUE] [--run "COMMAND"] ...
 
 Needs root, and a root directory like the one of the base image (tools/image_base.sh). Every instruction is carried out
 as an engine would; one that this file does not know ends it. Commands of --run start as the image's user, in its
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-CONTEXT = Path(__file__).resolve().parents[1]
+CONTEXT = Path(__file__).resolve().parents[2]
 # Instructions that say something about an image and do nothing while it is built.
 _DESCRIPTIONS = ("CMD", "LABEL", "EXPOSE", "VOLUME", "STOPSIGNAL", "HEALTHCHECK")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -1,16 +1,21 @@
-"""Owns the checks of torch and what is compiled for it: each imports what it looks at, and computes something small.
+"""Checks of what is loaded: torch, Transformer Engine and its kernels, Megatron Core, and CUDA's libraries.
 
-An import that fails is left to raise: the process that asked for it reads the reason. Must not know ranks.
+A host may have a CUDA library twice: in torch's packages and in a CUDA toolkit or the system. Which one is loaded
+depends on who asks first; parts of two versions of cuDNN do not fit together (`undefined symbol`), and two of cuBLAS
+compute different sums.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import warnings
+from collections.abc import Iterable
+from pathlib import Path
 from typing import get_args
 
 from megatron_fp8.doctor.finding import Finding, Status, Surroundings
-from megatron_fp8.doctor.machine import gpu_nodes
+from megatron_fp8.doctor.host_checks import gpu_nodes
 
 # How far FP8 may be from FP32 in a product of random matrices (3 mantissa bits), and how near it cannot come by chance.
 _FP8_ERRORS = (1e-4, 0.1)
@@ -167,3 +172,48 @@ def _difference(ours: object, reference: object) -> float:
     assert isinstance(ours, torch.Tensor)
     assert isinstance(reference, torch.Tensor)
     return float((ours.double() - reference.double()).norm() / reference.double().norm())
+
+
+_ADVICE = "leave one: remove the toolkit's or the system's from the image and from LD_LIBRARY_PATH (docker/Dockerfile)"
+_LIBRARY = re.compile(r"/(lib(?:cu|nccl|nv)[\w-]*(?:\.alt)?)\.so[\d.]*$")
+# The driver's own, which the container's runtime puts beside the image.
+_OF_THE_DRIVER = re.compile(r"/(libcuda|libcudadebugger|libnvidia-[\w-]+)\.so[\d.]*$")
+
+
+def cuda_libraries(surroundings: Surroundings) -> Finding:  # noqa: ARG001 - every check is called alike
+    """Whether each of CUDA's libraries is there once, and all of them come from where torch's do."""
+    from megatron_fp8 import device
+
+    here = device.prepare()
+    import torch
+    import transformer_engine.pytorch  # noqa: F401 - for what it loads
+
+    if not here.emulated:
+        torch.backends.cudnn.version()
+    return judged(loaded_files(), Path(torch.__file__).resolve().parents[1])
+
+
+def loaded_files(maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """The files of CUDA's libraries in a process's memory, sorted."""
+    words = (line.split(maxsplit=5) for line in maps.read_text(encoding="utf-8").splitlines())
+    paths = {fields[5] for fields in words if len(fields) == 6}
+    return sorted(path for path in paths if _LIBRARY.search(path) and not _OF_THE_DRIVER.search(path))
+
+
+def judged(paths: Iterable[str], packages: Path) -> Finding:
+    """A finding on the files `paths`; `packages` is the directory of Python's packages that has torch."""
+    files: dict[str, list[str]] = {}
+    for path in paths:
+        match = _LIBRARY.search(path)
+        assert match is not None, path
+        files.setdefault(match[1], []).append(path)
+    twice = [f"{name} from {' and '.join(found)}" for name, found in files.items() if len(found) > 1]
+    strange = [path for found in files.values() for path in found if not Path(path).is_relative_to(packages)]
+    if not files:
+        return Finding("cuda libraries", Status.ABSENT, "this torch is built for CPUs alone")
+    if twice:
+        return Finding("cuda libraries", Status.FAULT, f"loaded twice: {'; '.join(twice[:3])}", _ADVICE)
+    if strange:
+        text = f"not those that torch was installed with: {', '.join(strange[:4])}"
+        return Finding("cuda libraries", Status.FAULT, text, _ADVICE)
+    return Finding("cuda libraries", Status.OK, f"{len(files)} libraries, each once and from {packages}")
