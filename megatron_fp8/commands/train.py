@@ -82,8 +82,7 @@ class Command:
     quiet: bool = False
 
 
-# A command and its layout, None without a world size.
-Checked = tuple[Command, Layout | None]
+Checked = tuple[Command, Layout | None]  # None without a world size
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -175,8 +174,8 @@ def _warn_of_config(
 def _continues_unchanged(command: Command, world_size: int | None) -> bool:
     """Whether this resumes a run with the config and ranks of its checkpoint, whose start has printed the warnings."""
     start = command.start
-    is_resume = start.run_directory is not None and start.saved_config is not None
-    return is_resume and start.saved_config == dump_config(command.config) and start.saved_world_size == world_size
+    same = start.saved_config == dump_config(command.config) and start.saved_world_size == world_size
+    return same and start.run_directory is not None
 
 
 def _what_would_run(command: Command, layout: Layout | None) -> str:

@@ -66,7 +66,7 @@ def test_the_old_and_the_new_rate_are_said() -> None:
     assert problems == []
     assert notes == [
         "training.train_iters is 80, was 40",
-        "the decay of the learning rate ends at step 80, was 40",
+        "the learning-rate decay ends at step 80, was 40",
         "the learning rate at step 20 is 0.0009141, was 0.0006501",
     ]
 
