@@ -6,6 +6,7 @@ too, as information with all its keys. Must not know where events are shown. Imp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -241,3 +242,21 @@ def short_count(number: float) -> str:
         if number >= 0.9995 * size:
             return f"{number / size:#.3g}".rstrip(".") + letter
     return f"{number:.0f}"
+
+
+class Alerts:
+    """Which events to alert of: each once, and none of before `since`, a Unix time in seconds."""
+
+    def __init__(self, since: float) -> None:
+        # Records have milliseconds.
+        self._since = math.floor(since * 1000) / 1000 if math.isfinite(since) else since
+        self._sent: set[tuple[object, ...]] = set()
+
+    def is_new(self, record: Record) -> bool:
+        """Whether this is the first time that it is asked about an event since then."""
+        seconds = float(record.get("time") or 0.0)
+        event = record["event"], record.get("iteration"), seconds
+        if seconds < self._since or event in self._sent:
+            return False
+        self._sent.add(event)
+        return True

@@ -1,15 +1,18 @@
-"""Owns that a sink which fails stops neither training nor the other sinks, and that it gets what it missed.
+"""Sinks that cannot stop or delay training: `Guarded` retries one that fails, `InThread` runs one beside training.
 
-Must not know what the sink writes. Imports no torch.
+A sink that failed gets what it missed. Must not know what a sink writes. Imports no torch.
 """
+
+from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 
-from megatron_fp8.report.opening import StillOpeningError
 from megatron_fp8.report.record import (
     BrokenLines,
     Record,
@@ -80,7 +83,7 @@ class Guarded:
     def close(self) -> None:
         """Hand on what still waits, in one more attempt, and close the sink."""
         if self._waiting:
-            self._deliver_at_last()
+            self._deliver()
         missing = len(self._waiting) + self._lost
         if missing:
             self._say(f"{self._name}: {missing} records are missing there; {self._advice}")
@@ -90,14 +93,8 @@ class Guarded:
             except Exception as error:  # noqa: BLE001 - whatever it is, the training was done
                 self._say(f"{self._name} could not be closed: {_text(error)}; {self._advice}")
 
-    def _deliver_at_last(self) -> None:
-        opening = self._deliver()
-        if opening is not None:
-            opening.wait()
-            self._deliver()
-
-    def _deliver(self) -> StillOpeningError | None:
-        """Hand on what waits, unless the sink is still being opened, for which then can be waited."""
+    def _deliver(self) -> None:
+        """Hand on what waits."""
         try:
             if self._sink is None:
                 self._sink, newest = self._open_sink(self._complete)
@@ -107,15 +104,12 @@ class Guarded:
                 self._sink.write(self._waiting[0])
                 # Other records of the same iteration may be still to come.
                 self._complete = max(self._complete, iteration_of(self._waiting.popleft(), 0) - 1)
-        except StillOpeningError as opening:
-            return opening
         except Exception as error:  # noqa: BLE001 - whatever it is, training must go on
             self._failed(error)
         else:
             if self._failures:
                 self._say(f"{self._name} works again" + (f", without {self._lost} records" if self._lost else ""))
             self._failures = 0
-        return None
 
     def _hand_over(self, sink: Sink, path: Path, newest: int) -> None:
         # The record is written first, unless its disk is full: what waits is in it.
@@ -144,3 +138,27 @@ class Guarded:
 
 def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+class InThread:
+    """A sink whose calls run in a thread, in their order: a server that answers slowly holds nobody up but `close`."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._records: SimpleQueue[Record | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="view", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        """Enqueue a record."""
+        self._records.put(record)
+
+    def close(self) -> None:
+        """Wait until everything has been written, and close the sink."""
+        self._records.put(None)
+        self._thread.join()
+        self._sink.close()
+
+    def _run(self) -> None:
+        while (record := self._records.get()) is not None:
+            self._sink.write(record)

@@ -138,6 +138,11 @@ def _stays(record: Record, iteration: int) -> bool:
     return event in _LASTING_EVENTS or (event not in _LAST_EVENTS and iteration_of(record, 0) <= iteration)
 
 
+def count_rollbacks(path: Path) -> int:
+    """How often the run of the record `path` has rolled back."""
+    return sum(record["event"] == "rewind" for record in read_records(path))
+
+
 def iteration_of(record: Record, without: int) -> int:
     """The iteration of a record; `without`: the value for a record that has none."""
     value = record.get("iteration")

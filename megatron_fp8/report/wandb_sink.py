@@ -1,18 +1,18 @@
-"""Owns the view of a run in Weights & Biases (wandb). Imports no torch.
+"""The view of a run in Weights & Biases (wandb). Imports no torch.
 
 **Steps.** wandb's own step is the iteration. It never goes back: wandb drops a row with an earlier step than the
-newest. A job that goes on from an iteration before the newest that wandb has therefore adds nothing until it has passed
-that one, and the curves have neither doubled points nor steps back. Rewinding the run (`resume_from`) would replace
-these points, but not every server can. A second step metric would draw both attempts on top of each other.
+newest. A job that resumes from an iteration before the newest that wandb has adds nothing until it has passed that one:
+the points are those that it makes again. A rollback makes other points, so the run continues as another wandb run,
+`NAME rollback 1`, which gets the whole record. Rewinding the run (`resume_from`) would replace the points, but not
+every server can. A second step metric would draw both attempts on top of each other.
 
-**Offline** a job that goes on writes one file of the whole run, from the record, in place of the earlier ones: wandb's
+**Offline** a job that resumes writes one file of the whole run, from the record, in place of the earlier ones: wandb's
 `sync` uploads a file as it is, and would put the second beside the first.
 
 **Nodes.** Only rank 0's node reports its system metrics. wandb's way to have several (shared mode) ignores the step
 that is given, and so the above; it also needs a network.
 """
 
-import math
 import re
 import shutil
 import sys
@@ -29,7 +29,7 @@ from wandb.sdk.wandb_alerts import AlertLevel
 
 from megatron_fp8.checkpoint.manifest import write_atomically
 from megatron_fp8.config.schema import LoggingConfig
-from megatron_fp8.report.events import Level, event_level, event_line, event_title
+from megatron_fp8.report.events import Alerts, Level, event_level, event_line, event_title
 from megatron_fp8.report.record import Record
 from megatron_fp8.report.series_registry import layer_maps, series_of
 
@@ -38,6 +38,8 @@ ID_FILE = "wandb_id.txt"
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 # The directory that the id is of: its number on the disk, which goes along when it is moved, and its path.
 _PLACE_FILE = ".wandb_id_of"
+# Before the number of rollbacks that the id is of, on the second line.
+_ROLLBACKS = "rollbacks "
 # A thread waits for the server's answer, and again at each new attempt; the end of a run waits with it.
 _MOST_SECONDS_TO_START = 30.0
 # The run is over; what was not uploaded by then can be, later.
@@ -51,7 +53,8 @@ _ALERT_LEVELS = {Level.WARNING: AlertLevel.WARN, Level.ERROR: AlertLevel.ERROR}
 class WandbRun:
     """What a run is called, what it is of, and where its files lie.
 
-    `config`: the run's config as it is shown. `save_dir`: wandb makes a directory `wandb` in it.
+    `config`: the run's config as it is shown. `save_dir`: wandb makes a directory `wandb` in it. `rollbacks`: how often
+    the run has rolled back.
     """
 
     run_directory: Path
@@ -59,19 +62,20 @@ class WandbRun:
     name: str
     logging: LoggingConfig
     config: Mapping[str, Any]
+    rollbacks: int = 0
 
 
 class WandbSink:
     """One wandb run. `newest`: the iteration up to which wandb has everything. Raises wandb's errors and OSError."""
 
-    def __init__(self, run: WandbRun) -> None:
+    def __init__(self, run: WandbRun, alerts: Alerts) -> None:
         settings = run.logging
         self._offline = settings.wandb_mode == "offline"
-        run_id = run_id_of(run.run_directory)
+        run_id = run_id_of(run.run_directory, run.rollbacks)
         run.save_dir.mkdir(parents=True, exist_ok=True)
         if self._offline:
             _remove_offline_files(run.save_dir, run_id)
-        self._opened = time.time()
+        self._alerts = alerts
         self._run = wandb.init(
             project=settings.wandb_project,
             entity=settings.wandb_entity,
@@ -131,8 +135,7 @@ class WandbSink:
         self._run.log({**values, **maps, "_timestamp": seconds}, step=self._step)
 
     def _alert(self, record: Record, level: AlertLevel) -> None:
-        # What wandb is told again, of a record from earlier, nobody needs to be woken for.
-        if float(record.get("time") or 0.0) < math.floor(self._opened):
+        if not self._alerts.is_new(record):
             return
         self._run.alert(event_title(record)[:_MOST_TITLE_CHARS], event_line(record), level=level)
 
@@ -151,29 +154,37 @@ def _map(row: list[float]) -> wandb.Histogram:
     return wandb.Histogram(np_histogram=(np.array(row), np.arange(len(row) + 1)))
 
 
-def run_id_of(run_directory: Path) -> str:
-    """The run's id at wandb, kept in its directory so that a job which goes on continues the same curves.
+def run_id_of(run_directory: Path, rollbacks: int = 0) -> str:
+    """The run's id at wandb, kept in its directory so that a job which resumes continues the same curves.
 
-    A copy of a run's directory is another run, and gets an id of its own; one that was moved or restored is not.
-    Raises ValueError for a text that is none: it becomes part of the names of files, also of those that are removed.
+    A copy of a run's directory is another run, and gets an id of its own; one that was moved or restored is not. So is
+    a run that has rolled back since: wandb never takes a step again. Raises ValueError for a text that is no id: it
+    becomes part of the names of files, also of those that are removed.
     """
     path, place_file = run_directory / ID_FILE, run_directory / _PLACE_FILE
     here, inode = str(run_directory.resolve()), str(run_directory.stat().st_ino)
     if not path.exists():
-        path.write_text(generate_id() + "\n", encoding="utf-8")
-    run_id = path.read_text(encoding="utf-8").strip()
+        write_atomically(path, _id_text(generate_id(), rollbacks))
+    run_id, _, known = path.read_text(encoding="utf-8").strip().partition("\n")
     if not _RUN_ID.fullmatch(run_id):
         raise ValueError(f"{path} says {run_id!r}, which is no id of a run: remove the file for a new one")
     place = place_file.read_text(encoding="utf-8") if place_file.exists() else ""
     made_for, _, made_at = place.strip().partition(" ")
     if place and inode != made_for and here != made_at:
         old, run_id = run_id, generate_id()
-        write_atomically(path, f"{run_id}\n")
+        write_atomically(path, _id_text(run_id, rollbacks))
         said = f"{here} is a copy of {made_at}, whose wandb run is {old}: its own is {run_id}"
         print(f"warning: {said}; to continue that one, write {old} into {path}", file=sys.stderr, flush=True)
+    elif known.removeprefix(_ROLLBACKS) != (str(rollbacks) if rollbacks else ""):
+        run_id = generate_id()
+        write_atomically(path, _id_text(run_id, rollbacks))
     if place != f"{inode} {here}\n":
         write_atomically(place_file, f"{inode} {here}\n")
     return run_id
+
+
+def _id_text(run_id: str, rollbacks: int) -> str:
+    return f"{run_id}\n" + (f"{_ROLLBACKS}{rollbacks}\n" if rollbacks else "")
 
 
 def _remove_offline_files(save_dir: Path, run_id: str) -> None:

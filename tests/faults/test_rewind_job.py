@@ -13,6 +13,7 @@ from megatron_fp8.config.run_start import Position, resolve_length
 from tests.config.config_samples import load_small
 from tests.e2e.conftest import Tiny
 from tests.e2e.launch import PRETRAIN, run
+from tests.report.wandb_server import KEY, wandb_server
 
 SCRIPT = Path(__file__).with_name("faulty_pretrain.py")
 OVERRIDES = [
@@ -24,14 +25,27 @@ OVERRIDES = [
     "precision.fp8_health_interval=2",
     "logging.tensorboard_dir=tensorboard",
     "logging.wandb_project=tests",
-    "logging.wandb_mode=offline",
 ]
 
 
 @pytest.mark.slow
 def test_a_job_goes_back_and_is_resumed_later(tiny: Tiny, tmp_path: Path) -> None:
+    with wandb_server() as server:
+        wandb = {"WANDB_SILENT": "true", "WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.address}
+        goes_back_and_is_resumed(tiny, tmp_path, wandb)
+    # The attempt that was undone, and the run that has everything.
+    undone, whole = server.runs.values()
+    assert (undone.display_name, whole.display_name) == ("tiny", "tiny rollback 1")
+    assert [step for step, _ in undone.series("lm loss")] == [1, 2, 3, 4, 5]
+    trained = [record for record in read(tmp_path / "runs" / "tiny") if record["event"] == "train"]
+    assert whole.series("lm loss") == [(record["iteration"], record["lm loss"]) for record in trained]
+    assert len(whole.alerts) == 1
+    assert server.unknown == []
+
+
+def goes_back_and_is_resumed(tiny: Tiny, tmp_path: Path, wandb: dict[str, str]) -> None:
     config = tiny.write_config(tmp_path)
-    environment = {"FAULTY_STEPS": "6", "WANDB_SILENT": "true"}
+    environment = {"FAULTY_STEPS": "6", **wandb}
     ended = run([sys.executable, SCRIPT, config, *OVERRIDES], tmp_path, environment, timeout_seconds=400)
     assert ended.code == 75, ended.output
     assert "rolled back from iteration 6 to 4" in ended.stdout
@@ -45,11 +59,10 @@ def test_a_job_goes_back_and_is_resumed_later(tiny: Tiny, tmp_path: Path) -> Non
     assert [record["consumed-samples"] for record in trained] == [4, 8, 12, 16, 28, 32, 36, 40, 44]
     assert [record["consumed-tokens"] for record in trained] == [32 * 4 * step for step in range(1, 10)]
     assert (directory / "console.log").read_text(encoding="utf-8").count("iteration  5/10") == 2
-    assert len(list((directory / "wandb").glob("offline-run-*"))) == 1
     assert "rolled back" in (directory / "report.html").read_text(encoding="utf-8")
 
     again = [PRETRAIN, config, *OVERRIDES, "checkpoint.exit_interval=null", "--resume"]
-    resumed = run([sys.executable, *again], tmp_path, {"WANDB_SILENT": "true"}, timeout_seconds=400)
+    resumed = run([sys.executable, *again], tmp_path, wandb, timeout_seconds=400)
     assert resumed.code == 0, resumed.output
     assert "finished 10 iterations" in resumed.stdout
     records = read(directory)

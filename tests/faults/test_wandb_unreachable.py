@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fp8.report.guarded import Guarded
-from megatron_fp8.report.opening import OpenInThread
+from megatron_fp8.report.guarded import Guarded, InThread
 from megatron_fp8.report.record import METRICS, read_records
 from tests.small_run import small_config
 
@@ -50,12 +49,12 @@ def test_records_wait_for_a_view_that_opens_beside_training_and_none_is_lost() -
         answered.wait()
         return view, -1
 
-    guarded = Guarded("the view", OpenInThread(open_view), "advice", say=said.append)
+    beside = InThread(Guarded("the view", open_view, "advice", say=said.append))
     for iteration in range(5):
-        guarded.write({"event": "train", "iteration": iteration})
+        beside.write({"event": "train", "iteration": iteration})
     assert view.records == []
     answered.set()
-    guarded.close()
+    beside.close()
     assert [record["iteration"] for record in view.records] == [0, 1, 2, 3, 4]
     assert said == []
 
@@ -69,13 +68,10 @@ def test_a_view_that_does_not_open_is_said_once_and_tried_again() -> None:
             raise TimeoutError("no answer")
         return view, -1
 
-    opening = OpenInThread(open_view)
-    guarded = Guarded("the view", opening, "advice", say=said.append)
+    beside = InThread(Guarded("the view", open_view, "advice", say=said.append))
     for iteration in range(100):
-        guarded.write({"event": "train", "iteration": iteration})
-        if opening._thread is not None:
-            opening._thread.join()
-    guarded.close()
+        beside.write({"event": "train", "iteration": iteration})
+    beside.close()
     assert len(tries) == 3
     assert [record["iteration"] for record in view.records] == list(range(100))
     assert len(said) == 2
