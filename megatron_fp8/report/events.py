@@ -75,7 +75,8 @@ _START_TEXTS: Mapping[str, Callable[[Any], str]] = {
     "precision": lambda precision: str(precision["description"]),
     "layout": _layout,
     "parameters": "{:,}".format,
-    "code": describe_code,
+    # The version is among `versions`.
+    "code": lambda code: describe_code(code).removeprefix(f"{code['version']}, "),
     "deterministic mode": lambda variables: ", ".join(filter(None, ["on", _pairs(variables, "=")])),
 }
 
