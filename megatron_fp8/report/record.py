@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from megatron_fp8.config.secret_texts import hide
+from megatron_fp8.config.problem import hide
 from megatron_fp8.report.record_upgrade import upgraded
 
 # JSON, and the numbers that JSON lacks.
