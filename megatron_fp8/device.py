@@ -14,7 +14,7 @@ from megatron_fp8.config.problem import ConfigError, Problem
 
 @dataclass(frozen=True)
 class GpuReading:
-    """A reading of a GPU's sensors; `megahertz`: the clock of its multiprocessors."""
+    """A GPU's sensors; `megahertz`: the clock of its multiprocessors."""
 
     busy_percent: float
     celsius: float
@@ -23,15 +23,15 @@ class GpuReading:
 
 
 class SensorError(Exception):
-    """The GPUs' sensors cannot be read; the message says why."""
+    """The GPUs' sensors cannot be read."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where this process computes.
+    """What this process computes on.
 
     `emulated`: Transformer Engine's kernels and `torch.cuda` are the CPU stand-in.
-    `collective_backend`: the collective library that fits the device: `nccl`, by gloo in the stand-in.
+    `collective_backend`: the device's collective library, `nccl`, which the stand-in emulates over gloo.
     """
 
     torch_device: torch.device
@@ -40,7 +40,7 @@ class Device:
     description: str
 
     def backend(self, requested: str) -> str:
-        """The collective library for the config's `distributed_backend`; raises ConfigError for one that cannot be."""
+        """The collective library for the config's `distributed_backend`; raises ConfigError if it is unavailable."""
         if requested == "nccl" and self.emulated:
             problem = Problem(
                 "parallel.distributed_backend",
@@ -52,11 +52,11 @@ class Device:
         return self.collective_backend if requested == "auto" else requested
 
     def synchronize(self) -> None:
-        """Wait until the device has finished all work."""
+        """Wait for all work on the device."""
         torch.cuda.synchronize()
 
     def is_idle(self) -> bool:
-        """Whether the default stream, where training computes, has no work left. Does not wait; for any thread."""
+        """Whether the default stream, on which training runs, has no work left. Does not block; thread-safe."""
         return bool(torch.cuda.default_stream(self.torch_device).query())
 
     def is_first_of_node(self) -> bool:
@@ -64,7 +64,7 @@ class Device:
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
     def gpu_readings(self) -> list[GpuReading]:
-        """A reading of every GPU that this process sees; none on CPUs. Raises SensorError."""
+        """One reading per visible GPU; none on CPUs. Raises SensorError."""
         if self.emulated:
             return []
         from pynvml import NVMLError
@@ -83,7 +83,7 @@ class Device:
             raise SensorError(f"{type(error).__name__}: {error}") from error
 
     def timing_event(self) -> torch.cuda.Event:
-        """An event whose time can be read, yet to be recorded in the current stream; on CPUs by the host's clock."""
+        """An unrecorded event with timing; on CPUs it reads the host's clock."""
         return torch.cuda.Event(enable_timing=True)
 
     def range_push(self, name: str) -> None:

@@ -1,7 +1,7 @@
-"""`python -m megatron_fp8.cpu [-m MODULE | SCRIPT] ARGS...`: runs a program for GPUs on the CPU stand-in.
+"""`python -m megatron_fp8.cpu [-m MODULE | SCRIPT] ARGS...`: runs a GPU program on the CPU stand-in.
 
-The program sees what it would see under `python [-m MODULE | SCRIPT] ARGS...` (arguments, `__main__`, exit
-code), with a GPU that answers as an H100. The processes that it starts are on the stand-in as well.
+Arguments, `__main__` and exit code are as under `python [-m MODULE | SCRIPT] ARGS...`. The GPU reports itself as an
+H100. Child processes use the stand-in too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STARTUP = str(Path(__file__).resolve().parent / "startup")
 
 
 def enter() -> None:
-    """Put this process, and those that it starts, on the stand-in."""
+    """Install the stand-in in this process and in its children."""
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if _STARTUP not in folders:
         os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *filter(None, folders)])
@@ -51,7 +51,7 @@ def _module_exists(name: str) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the program that `arguments` name; 2 for wrong usage. What the program raises passes through."""
+    """Run the program that `arguments` name; its exceptions propagate. Returns 2 for incorrect usage."""
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
@@ -59,11 +59,11 @@ def main(arguments: list[str]) -> int:
         return _fail("name a script or -m MODULE to run")
     if arguments[0] == "-m":
         if len(arguments) < 2:
-            return _fail("-m needs the name of a module")
-        # Looking for a submodule imports its parents, which must find the stand-in in place.
+            return _fail("-m needs a module name")
+        # Finding a submodule imports its parents, which need the stand-in.
         enter()
         if not _module_exists(arguments[1]):
-            return _fail(f"-m {arguments[1]}: no module of this name in {sys.path[0]} or among the installed")
+            return _fail(f"-m {arguments[1]}: no such module in {sys.path[0]} or installed")
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return 0

@@ -1,7 +1,7 @@
-"""Autocast of device type "cuda" acts on the CPU's operations.
+"""Autocast for device type "cuda", applied to CPU operations.
 
-A program that opens `torch.autocast("cuda", dtype)` or asks whether it is open must find one state for both
-device types, as there is one device. What dtype is used where is torch's CPU autocast policy.
+`torch.autocast("cuda", dtype)` shares its state with device type "cpu". Which operation uses which dtype is torch's CPU
+autocast policy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _patch_state() -> None:
         return is_enabled(_host_type(device_type))
 
     def get_autocast_dtype(device_type: str) -> torch.dtype:
-        # Outside a region the types keep their own defaults: float16 for cuda, bfloat16 for cpu.
+        # Outside a region each device type keeps its default: float16 for cuda, bfloat16 for cpu.
         return get_dtype(_host_type(device_type) if is_enabled("cpu") else device_type)
 
     def set_autocast_enabled(*args: Any) -> None:
@@ -61,6 +61,6 @@ def _patch_state() -> None:
 
 
 def patch_autocast() -> None:
-    """Make device type "cuda" of `torch.autocast` mean the CPU."""
+    """Make device type "cuda" mean "cpu" in torch's autocast functions."""
     _patch_contexts()
     _patch_state()

@@ -1,7 +1,7 @@
-"""Classes of torch that are made for a device, on a machine without CUDA: `torch.device` and `torch.Generator`.
+"""`torch.device`, `torch.Generator` and typed tensor classes on a machine without CUDA.
 
-Each is replaced by a class that makes objects of the original: `isinstance`, annotations, pickles and torch's own
-tables keep working with it.
+Each is replaced by a class that creates objects of the original, so `isinstance`, annotations, pickles and torch's
+tables keep working.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TYPED = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", 
 
 
 class _StandsFor(type):
-    """Class of a class that answers as `original`, whose objects it makes."""
+    """Metaclass of a class that creates objects of `original` and compares equal to it."""
 
     original: type
 
@@ -46,13 +46,7 @@ class _StandsFor(type):
 
 
 def _stand_for(original: type, make: Any) -> Any:
-    namespace = {
-        "original": original,
-        "__new__": make,
-        "__module__": "torch",
-        "__qualname__": original.__name__,
-        "__doc__": original.__doc__,
-    }
+    namespace = {"original": original, "__new__": make, "__module__": "torch", "__doc__": original.__doc__}
     return _StandsFor(original.__name__, (), namespace)
 
 
@@ -61,7 +55,7 @@ def patch_classes() -> None:
     make_device = torch.device
 
     def new_device(cls: type, *args: Any, **kwargs: Any) -> torch.device:  # noqa: ARG001
-        # An index alone means the accelerator, which C++ does not find here.
+        # An index alone means the accelerator, which C++ does not find.
         if len(args) == 1 and not kwargs and is_cuda_device(args[0]) and isinstance(args[0], int):
             return make_device("cuda", args[0])
         return make_device(*args, **kwargs)
@@ -83,10 +77,10 @@ def patch_classes() -> None:
 
 
 def _patch_tensor_class() -> None:
-    """`torch.Tensor(...)` makes tensors of the host."""
+    """`torch.Tensor(...)` creates host tensors."""
     new_tensor = torch.Tensor.__new__
 
-    # Without a parameter of its own: torch's compiler compares signatures with its substitute's.
+    # No named parameter: torch's compiler compares signatures with its substitute's.
     def new(*args: Any, **kwargs: Any) -> torch.Tensor:
         made = new_tensor(*args, **kwargs)
         return put_on_host(made) if args[0] is torch.Tensor and made.device.type == "cuda" else made
@@ -95,7 +89,7 @@ def _patch_tensor_class() -> None:
 
 
 def _typed(original: Any, on_host: bool) -> Any:
-    """`torch.FloatTensor` and the like: the old way to make a tensor, and to ask for its type and place."""
+    """`torch.FloatTensor` and the like: the old way to create a tensor, and to check its type and device."""
 
     class Typed(type):
         def __instancecheck__(cls, instance: object) -> bool:
@@ -111,7 +105,7 @@ def _typed(original: Any, on_host: bool) -> Any:
 
 
 def _patch_default_device() -> None:
-    """`with torch.device(...)` and `torch.set_default_device`: factories look it up; no mode is needed."""
+    """`with torch.device(...)` and `torch.set_default_device`: factories read the default, so no mode is needed."""
     from torch.utils import _device
 
     enter, leave = _device.DeviceContext.__enter__, _device.DeviceContext.__exit__

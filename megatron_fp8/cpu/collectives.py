@@ -1,10 +1,10 @@
-"""gloo in the place of NCCL.
+"""gloo instead of NCCL.
 
-What gloo of this torch already has (checked in `tests/cpu`): every collective of Megatron Core's and
-Transformer Engine's, their `_coalescing_manager` and `batch_isend_irecv` forms, AVG, BF16 and FP16
-reductions. What it lacks and this file adds: the name "nccl", float8 elements and gathers of several element types
-at once (moved as bytes, which is exact), groups of collectives on a device, and NCCL's arguments that have no meaning
-without CUDA (`device_id`, `device_ids`, `pg_options`). What NCCL lacks is refused in its groups (`nccl_groups`).
+torch's gloo has (tested in `tests/cpu`) all collectives of Megatron Core and Transformer Engine, their
+`_coalescing_manager` and `batch_isend_irecv` forms, and AVG, BF16 and FP16 reductions. Added here: the name "nccl",
+float8 elements and coalesced gathers of several dtypes (as bytes, which is exact), coalescing on a device, and NCCL's
+arguments that mean nothing without CUDA (`device_id`, `device_ids`, `pg_options`). What NCCL lacks is refused
+(`nccl_groups`).
 """
 
 # ruff: noqa: ARG001  (the signatures are torch's)
@@ -21,13 +21,12 @@ from torch.distributed import distributed_c10d
 from megatron_fp8.cpu.nccl_groups import NcclGroups, is_nccl
 from megatron_fp8.cpu.nccl_rules import LOOKS, MESSAGES
 
-# Collectives that only move elements; reductions of float8 are refused in `nccl_rules`.
+# Collectives that only move elements; `nccl_rules` refuses reductions of float8.
 _MOVE_NAMES = "all_gather all_gather_coalesced broadcast scatter gather all_to_all all_to_all_single "
 
 
 def gloo_backend(backend: Any) -> Any:
-    """The backend to use for what the program asked: "nccl" and "cpu:gloo,cuda:nccl" become "gloo", and so does None,
-    by which torch takes both for the first group, and that one's for others."""
+    """The backend to use for a requested one: "gloo" for "nccl", "cpu:gloo,cuda:nccl" and None, torch's default."""
     return "gloo" if backend is None or is_nccl(backend) else backend
 
 
@@ -39,31 +38,21 @@ def _as_bytes(value: Any) -> Any:
     return value
 
 
-def _gathering_bytes(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather into one tensor, always as bytes: of several in one group gloo lays all out in the type of the first,
-    without an error. The distributed optimizer gathers FP8 and BF16 parameters together."""
+def _flat_bytes(value: Any) -> Any:
+    return value.view(-1).view(torch.uint8) if isinstance(value, torch.Tensor) else value
 
-    def as_bytes(value: Any) -> Any:
-        return value.view(-1).view(torch.uint8) if isinstance(value, torch.Tensor) else value
 
+def _mapped(collective: Callable[..., Any], as_bytes: Callable[[Any], Any]) -> Callable[..., Any]:
     @functools.wraps(collective)
-    def gather(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args: Any, **kwargs: Any) -> Any:
         return collective(*map(as_bytes, args), **{key: as_bytes(value) for key, value in kwargs.items()})
 
-    return gather
-
-
-def _moving_bytes(collective: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(collective)
-    def move(*args: Any, **kwargs: Any) -> Any:
-        return collective(*map(_as_bytes, args), **{key: _as_bytes(value) for key, value in kwargs.items()})
-
-    return move
+    return mapped
 
 
 def _making_groups(original: Callable[..., Any], position: int, note: Callable[[Any, Any], None]) -> Callable[..., Any]:
-    """`original` with its backend (also at `position`) mapped and NCCL's own arguments dropped; `note` is told the
-    group and the backend that was asked for."""
+    """`original` with its backend, possibly at `position`, mapped and NCCL's arguments dropped; calls `note(group,
+    requested backend)`."""
 
     @functools.wraps(original)
     def create(*args: Any, **kwargs: Any) -> Any:
@@ -90,8 +79,8 @@ def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeping_memory(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`isend` of an alias: gloo sends in the background from the tensor's memory, which Megatron Core gives back
-    (`deallocate_output_tensor`) as soon as the send is asked for. Under NCCL the stream's order protects it."""
+    """`isend` of an alias: gloo sends in the background from the tensor's memory, which Megatron Core frees
+    (`deallocate_output_tensor`) right after the call. Under NCCL the stream's order protects it."""
 
     @functools.wraps(original)
     def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -101,8 +90,8 @@ def _keeping_memory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _coalescing_by_list(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`_coalescing_manager` that collects the collectives in a list: gloo has no start and end of a group on a device,
-    which Transformer Engine asks for by naming the device."""
+    """`_coalescing_manager` without its device, which Transformer Engine names: gloo cannot coalesce on a device, and
+    without one torch collects the collectives in a list."""
 
     @functools.wraps(original)
     def manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
@@ -111,8 +100,8 @@ def _coalescing_by_list(original: Callable[..., Any]) -> Callable[..., Any]:
     return manager
 
 
-def _with_what_gloo_lacks() -> dict[str, Callable[..., Any]]:
-    """Functions of `torch.distributed` by name."""
+def _gloo_extensions() -> dict[str, Callable[..., Any]]:
+    """Replacements of functions of `torch.distributed`, by name."""
     replacements: dict[str, Callable[..., Any]] = {
         "barrier": _barrier(dist.barrier),
         "isend": _keeping_memory(dist.isend),
@@ -120,16 +109,18 @@ def _with_what_gloo_lacks() -> dict[str, Callable[..., Any]]:
     }
     for name in _MOVE_NAMES.split():
         if hasattr(distributed_c10d, name):
-            replacements[name] = _moving_bytes(getattr(distributed_c10d, name))
+            replacements[name] = _mapped(getattr(distributed_c10d, name), _as_bytes)
+    # Always as bytes: gloo lays out coalesced gathers in the dtype of the first, without an error, and the distributed
+    # optimizer coalesces FP8 and BF16 parameters.
     for name in ("all_gather_into_tensor", "all_gather_single", "_all_gather_base"):
         if hasattr(distributed_c10d, name):
-            replacements[name] = _gathering_bytes(getattr(distributed_c10d, name))
+            replacements[name] = _mapped(getattr(distributed_c10d, name), _flat_bytes)
     return replacements
 
 
 def patch_collectives() -> None:
-    """Replace the functions of `torch.distributed` that make groups and communicate, and what it says of NCCL."""
-    groups, replacements = NcclGroups(), _with_what_gloo_lacks()
+    """Replace the functions of `torch.distributed` that create groups and communicate."""
+    groups, replacements = NcclGroups(), _gloo_extensions()
     for name in (*LOOKS, *MESSAGES):
         function = replacements.get(name, getattr(distributed_c10d, name, None))
         if function is not None:

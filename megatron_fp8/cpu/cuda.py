@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ from megatron_fp8.cpu.placement import put_on_host
 
 CAPABILITY = (9, 0)
 DEVICE_NAME = "NVIDIA H100 (CPU stand-in)"
-# CUDA version that Transformer Engine compares with the ones its recipes need.
+# Transformer Engine compares this with the versions that its recipes need.
 CUDA_VERSION = "13.0"
 
 
@@ -71,7 +71,7 @@ class _DeviceOf(_Device):
 
 
 class _DefaultGenerators(Sequence[torch.Generator]):
-    """`torch.cuda.default_generators`: of each device the same one."""
+    """`torch.cuda.default_generators`: the same one for every device."""
 
     def __len__(self) -> int:
         return device_count()
@@ -82,7 +82,7 @@ class _DefaultGenerators(Sequence[torch.Generator]):
 
 
 class _Nvtx:
-    """The profiler's range functions: there is no profiler to tell."""
+    """NVTX's range functions, without a profiler."""
 
     def __init__(self) -> None:
         for name in ("rangePushA", "rangePop", "rangeStartA", "rangeEnd", "markA"):
@@ -99,12 +99,12 @@ def _device_index(device: Any) -> int:
 
 
 def device_count() -> int:
-    """One device for each process of this machine, as `torchrun` starts them."""
+    """One device per process that `torchrun` starts on this machine."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def set_device(device: Any) -> None:
-    """Make `device` current. ValueError when this machine has no such device."""
+    """Make `device` current. Raises ValueError for one that does not exist."""
     index = _device_index(device)
     if index >= device_count():
         raise ValueError(
@@ -128,7 +128,7 @@ def _call_now(function: Callable[[], object], **kwargs: Any) -> None:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Done already, or nothing to do, on a CPU."""
+    """Already done, or not needed, on a CPU."""
 
 
 def _answer(value: Any) -> Callable[..., Any]:
@@ -144,22 +144,17 @@ def _missing(name: str) -> Callable[..., NoReturn]:
 
 
 def _missing_class(name: str) -> type:
-    # A class, because programs subclass it and ask isinstance.
+    # A class, because programs subclass it and use isinstance.
     return type(name.rpartition(".")[2], (), {"__init__": _missing(name), "__doc__": "Not in the CPU stand-in."})
 
 
-@contextlib.contextmanager
-def _caching_allocator_disabled() -> Iterator[None]:
-    yield
-
-
 def _table() -> dict[str, Any]:
-    """Every name of `torch.cuda` that works, and what it is on a CPU."""
+    """Names of `torch.cuda` that work, and what each is on a CPU."""
     return {
-        "is_available": _answer(True),
-        "is_initialized": _answer(True),
-        "init": _nothing,
-        "_lazy_init": _nothing,
+        **dict.fromkeys(("is_available", "is_initialized", "can_device_access_peer"), _answer(True)),
+        **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), _answer(True)),
+        **dict.fromkeys(("init", "_lazy_init", "empty_cache", "ipc_collect"), _nothing),
+        **dict.fromkeys(("set_per_process_memory_fraction", "set_sync_debug_mode"), _nothing),
         "_lazy_call": _call_now,
         "device_count": device_count,
         "_device_count_nvml": device_count,
@@ -173,32 +168,25 @@ def _table() -> dict[str, Any]:
         "get_device_name": _answer(DEVICE_NAME),
         "get_device_properties": get_device_properties,
         "get_arch_list": _answer([f"sm_{CAPABILITY[0]}{CAPABILITY[1]}"]),
-        "can_device_access_peer": _answer(True),
-        "is_bf16_supported": _answer(True),
-        "is_tf32_supported": _answer(True),
         "synchronize": _synchronize,
-        "empty_cache": _nothing,
-        "ipc_collect": _nothing,
-        "set_per_process_memory_fraction": _nothing,
         "get_sync_debug_mode": _answer(0),
-        "set_sync_debug_mode": _nothing,
         "is_current_stream_capturing": _answer(False),
-        "caching_allocator_disabled": _caching_allocator_disabled,
+        "caching_allocator_disabled": contextlib.nullcontext,
         "Stream": streams.Stream,
         "ExternalStream": streams.ExternalStream,
+        "get_stream_from_external": streams.ExternalStream,
         "Event": streams.Event,
         "StreamContext": streams.StreamContext,
         "stream": streams.StreamContext,
         "set_stream": streams.set_stream,
         "current_stream": streams.current_stream,
         "default_stream": streams.default_stream,
-        "get_stream_from_external": streams.ExternalStream,
         "default_generators": _DefaultGenerators(),
         **memory.FUNCTIONS,
     }
 
 
-# Names of torch.cuda that are right as they are: submodules apart, they work on `default_generators`.
+# Names of torch.cuda that work unchanged, on `default_generators`.
 _KEPT_NAMES = (
     "get_rng_state get_rng_state_all set_rng_state set_rng_state_all manual_seed manual_seed_all "
     "seed seed_all initial_seed cudaStatus CudaError DeferredCudaCallError"
@@ -214,14 +202,14 @@ def _submodules() -> list[ModuleType]:
 
 
 def _replace(name: str, original: Any, replacement: Any) -> None:
-    # torch.cuda's parts import from each other by name.
+    # torch.cuda's submodules import from each other by name.
     for module in _submodules():
         if vars(module).get(name, _replace) is original:
             setattr(module, name, replacement)
 
 
 def patch_cuda() -> None:
-    """Replace every public name of `torch.cuda` by its stand-in, or by one that says that there is none."""
+    """Replace every public name of `torch.cuda` by its stand-in, or by one that raises NotImplementedError."""
     table = _table()
     for name, replacement in table.items():
         _replace(name, getattr(torch.cuda, name, None), replacement)
@@ -254,35 +242,28 @@ def _current_accelerator(check_available: bool = False) -> torch.device:
 
 
 def _cuda(name: str) -> Callable[..., Any]:
-    """`torch.cuda.NAME` as it is when it is called: the stand-in's parts may still be replaced."""
+    """`torch.cuda.NAME`, looked up when called: the stand-in may still replace it."""
     return lambda *args, **kwargs: getattr(torch.cuda, name)(*args, **kwargs)
 
 
-# Names of torch.accelerator, and those of torch.cuda that answer for them.
-_FROM_CUDA = {
-    "is_available": "is_available",
-    "device_count": "device_count",
+# torch.accelerator's functions: those named as in torch.cuda, and those with another name there.
+_ACCELERATOR_NAMES = (
+    "is_available device_count get_device_capability current_stream set_stream synchronize empty_cache "
+    "memory_allocated memory_reserved max_memory_allocated max_memory_reserved memory_stats reset_peak_memory_stats"
+)
+_ACCELERATOR_RENAMED = {
     "current_device_index": "current_device",
     "current_device_idx": "current_device",
     "set_device_index": "set_device",
     "set_device_idx": "set_device",
-    "get_device_capability": "get_device_capability",
-    "current_stream": "current_stream",
-    "set_stream": "set_stream",
-    "synchronize": "synchronize",
-    "empty_cache": "empty_cache",
     "get_memory_info": "mem_get_info",
-    "memory_allocated": "memory_allocated",
-    "memory_reserved": "memory_reserved",
-    "max_memory_allocated": "max_memory_allocated",
-    "max_memory_reserved": "max_memory_reserved",
-    "memory_stats": "memory_stats",
-    "reset_peak_memory_stats": "reset_peak_memory_stats",
 }
 
 
 def patch_accelerator() -> None:
-    """Replace the functions of `torch.accelerator`."""
+    """Make `torch.accelerator`, which torch's optimizers and data loaders use, report the emulated GPU."""
     torch.accelerator.current_accelerator = _current_accelerator
-    for name, answering in _FROM_CUDA.items():
-        setattr(torch.accelerator, name, _cuda(answering))
+    for name in _ACCELERATOR_NAMES.split():
+        setattr(torch.accelerator, name, _cuda(name))
+    for name, cuda_name in _ACCELERATOR_RENAMED.items():
+        setattr(torch.accelerator, name, _cuda(cuda_name))

@@ -9,43 +9,18 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = [
-    "CommGemmOverlapRole",
-    "CommOverlapAlgo",
-    "CommOverlapType",
-    "DType",
-    "FP8BwdTensors",
-    "FP8FwdTensors",
-    "Float8BlockScaleTensorFormat",
-    "NVTEQBHistogramMode",
-    "NVTERoutingMapFormat",
-    "NVTEScalingMode",
-    "NVTE_Bias_Type",
-    "NVTE_Fused_Attn_Backend",
-    "NVTE_Mask_Type",
-    "NVTE_QKV_Format",
-    "NVTE_QKV_Layout",
-    "NVTE_Softmax_Type",
-    "device_supports_multicast",
-    "get_cublasLt_version",
-    "get_cudnn_version",
-    "get_num_cublas_streams",
-    "get_stream_priority_range",
-    "ubuf_built_with_mpi",
-]
-
 EXTENSION_NAME = "transformer_engine_torch"
 
 
 class _ExtensionEnum(IntEnum):
-    """Base of all: pickles name the extension's module, so that they load where TE's real one is installed."""
+    """Pickles name the extension's module, so that they load where TE's real one is installed."""
 
     def __init_subclass__(cls) -> None:
         cls.__module__ = EXTENSION_NAME
 
 
 class DType(_ExtensionEnum):
-    """TE data types. Gaps are types of the C library that its Python binding does not expose."""
+    """TE data types. Gaps are types that the C library does not expose to Python."""
 
     kByte = 0
     kInt32 = 2
@@ -226,7 +201,7 @@ class CommOverlapAlgo(_ExtensionEnum):
 
 
 def get_cublasLt_version() -> int:
-    """cuBLASLt version as CUDA encodes it. TE asks for >= 120103 before it allows FP8 on Hopper."""
+    """cuBLASLt version as CUDA encodes it. TE requires >= 120103 for FP8 on Hopper."""
     return 130000
 
 
@@ -236,22 +211,22 @@ def get_cudnn_version() -> int:
 
 
 def get_num_cublas_streams() -> int:
-    """Number of compute streams that grouped GEMMs are spread over. On CPUs everything is in one order."""
+    """Number of compute streams that grouped GEMMs are spread over."""
     return 1
 
 
 def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
-    """Lowest and highest stream priority. Streams have none here."""
+    """Lowest and highest stream priority."""
     del device_id
     return 0, 0
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """Whether GPUs share multicast memory, as Userbuffers overlap needs. Never here."""
+    """Whether GPUs share multicast memory, which Userbuffers overlap needs."""
     del device_id
     return False
 
 
 def ubuf_built_with_mpi() -> bool:
-    """Whether Userbuffers bootstrap over MPI. Never here."""
+    """Whether Userbuffers bootstrap over MPI."""
     return False

@@ -1,8 +1,6 @@
-"""Assembles the module that stands for `transformer_engine_torch`, TE's compiled extension, on CPUs.
+"""Assembles the replacement for `transformer_engine_torch`, TE's compiled extension, from `enums` and `kernels`.
 
-Owns how the kernel files make up the extension and what a name without a stand-in does: it can be imported,
-looked up and used in annotations, and raises `NotImplementedError` with its name when it is called. Must not
-know how any kernel works, and must not import Transformer Engine.
+A name without a stand-in can be imported and used in annotations; calling it raises NotImplementedError with its name.
 """
 
 from __future__ import annotations
@@ -17,15 +15,10 @@ from megatron_fp8.cpu import enums, kernels, memory
 from megatron_fp8.cpu.factories import enter_kernel, leave_kernel
 from megatron_fp8.cpu.placement import expect_on_gpu
 
-__all__ = ["build_extension"]
-
 
 class _Missing(type):
-    """Class of the classes that stand for extension names without a CPU stand-in.
-
-    They are classes, not functions, because TE names some of them in annotations (`Union[tex.CommOverlap, ...]`)
-    and some are name spaces (`tex.grouped_mlp_experimental.f`).
-    """
+    """Metaclass of names without a stand-in: classes, not functions, because TE uses some in annotations
+    (`Union[tex.CommOverlap, ...]`) and some as namespaces (`tex.grouped_mlp_experimental.f`)."""
 
     def __call__(cls, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise NotImplementedError(
@@ -46,13 +39,13 @@ def _missing(qualified_name: str) -> type:
 
 
 def _on_gpu(name: str, kernel: Any) -> Any:
-    """A kernel runs on the GPU: it takes the GPU's tensors, and what it makes is the GPU's."""
+    """A kernel runs on the GPU: it takes GPU tensors and makes GPU tensors."""
     if not isinstance(kernel, FunctionType):
         return kernel
 
     @functools.wraps(kernel)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Of a tensor without elements no kernel reads; Transformer Engine passes such for what it leaves out.
+        # Transformer Engine passes empty tensors, on the host too, for arguments that it leaves out.
         expect_on_gpu(f"{enums.EXTENSION_NAME}.{name}", *args, *kwargs.values(), empty=False)
         before = enter_kernel()
         try:
@@ -66,30 +59,26 @@ def _on_gpu(name: str, kernel: Any) -> Any:
 
 
 def build_extension() -> ModuleType:
-    """A new module with TE's enums and every kernel of `megatron_fp8.cpu.kernels`.
-
-    The caller puts it into `sys.modules["transformer_engine_torch"]` before TE is imported.
-
-    Raises ValueError when two kernel files give the same name.
-    """
+    """A new module for `sys.modules["transformer_engine_torch"]`. Raises ValueError if two kernel files define a
+    name."""
     extension = ModuleType(enums.EXTENSION_NAME, "CPU stand-in for Transformer Engine's compiled extension.")
 
     def look_up(name: str) -> type:
-        # Private names are probes of the import system and of libraries: they must fail as usual.
+        # The import system and libraries probe private names, which must fail as usual.
         if name.startswith("_"):
             raise AttributeError(f"module {enums.EXTENSION_NAME!r} has no attribute {name!r}")
         stand_in = _missing(name)
         setattr(extension, name, stand_in)
         return stand_in
 
-    for name in enums.__all__:
-        setattr(extension, name, getattr(enums, name))
+    for name, value in vars(enums).items():
+        if not name.startswith("_") and getattr(value, "__module__", "") in (enums.__name__, enums.EXTENSION_NAME):
+            setattr(extension, name, value)
     for file in pkgutil.iter_modules(kernels.__path__, kernels.__name__ + "."):
-        theme = importlib.import_module(file.name)
-        # Files without `__all__` are parts of others.
-        for name in getattr(theme, "__all__", ()):
+        module = importlib.import_module(file.name)
+        for name in getattr(module, "__all__", ()):
             if name in vars(extension):
-                raise ValueError(f"{name} is given twice, the second time by {file.name}")
-            setattr(extension, name, _on_gpu(name, getattr(theme, name)))
+                raise ValueError(f"{name} is defined twice, the second time in {file.name}")
+            setattr(extension, name, _on_gpu(name, getattr(module, name)))
     extension.__getattr__ = look_up  # type: ignore[method-assign]
     return extension

@@ -1,7 +1,6 @@
-"""Where new tensors are put: torch's factories, on the host or on the emulated GPU.
+"""torch's tensor factories, for the host and for the emulated GPU.
 
-Every function of torch that takes a `device` and that Megatron Core, Transformer Engine or a GPU program calls is
-replaced by one that makes the tensor in RAM and says whose it is. Must not know how tensors move (`moves`).
+Functions of torch with a `device` argument are replaced by ones that create the tensor in RAM and mark where it is.
 """
 
 from __future__ import annotations
@@ -17,15 +16,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from megatron_fp8.cpu import generators, memory, streams, transfers
-from megatron_fp8.cpu.placement import (
-    HostParameter,
-    HostTensor,
-    is_on_host,
-    put,
-    put_on_gpu,
-    put_on_host,
-    real_device,
-)
+from megatron_fp8.cpu.placement import HostParameter, HostTensor, is_on_host, put, put_on_gpu, put_on_host, real_device
 
 # Functions of `torch` that take `device` as a keyword only.
 _FACTORY_NAMES = (
@@ -38,15 +29,14 @@ _LIKE_NAMES = "empty_like full_like ones_like rand_like randint_like randn_like 
 _METHOD_NAMES = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros"
 _DRAW_LIKE = frozenset({"rand_like", "randn_like", "randint_like"})
 _DRAWS = frozenset({"rand", "randn", "randint", "randperm"})
-# May return memory of their argument: on a GPU the result is always a copy of host memory.
+# May return their argument's memory; on a GPU the result is always a copy of host memory.
 _FROM_DATA = frozenset({"asarray", "as_tensor", "tensor"})
 _HOST = torch.device("cpu")
 _GPU = torch.device("cuda")
 
 
 class _Default(threading.local):
-    """The device of factories that are given none, as `torch.set_default_device` sets it; None: the host. In a
-    kernel it is the GPU."""
+    """The default device (`torch.set_default_device`); None: the host. Inside a kernel it is the GPU."""
 
     device: torch.device | None = None
     in_kernel: bool = False
@@ -56,10 +46,10 @@ _default = _Default()
 
 
 def default_device() -> torch.device | None:
-    """The device of factories that are given none, if one was set."""
+    """The default device of factories, if one is set."""
     if _default.in_kernel:
         return _GPU
-    # `with torch.device(...)` puts its mode there without a call that could be replaced.
+    # `with torch.device(...)` pushes its mode without a call that could be replaced.
     if _len_torch_function_stack():
         for mode in reversed(_get_current_function_mode_stack()):
             if isinstance(mode, DeviceContext):
@@ -68,19 +58,19 @@ def default_device() -> torch.device | None:
 
 
 def enter_kernel() -> bool:
-    """From now on factories make GPU tensors; returns what `leave_kernel` needs."""
+    """Make the GPU the default device; returns the argument of `leave_kernel`."""
     before = _default.in_kernel
     _default.in_kernel = True
     return before
 
 
 def leave_kernel(before: bool) -> None:
-    """As before `enter_kernel`."""
+    """Undo `enter_kernel`."""
     _default.in_kernel = before
 
 
 def exchange_default_device(device: torch.device | None) -> torch.device | None:
-    """Set the device of factories that are given none; returns the one before."""
+    """Set the default device; returns the previous one."""
     before = _default.device
     _default.device = device
     return before
@@ -106,7 +96,7 @@ def cuda_device() -> torch.device:
 
 
 def place(tensor: torch.Tensor, on_host: bool, pin_memory: bool = False) -> torch.Tensor:
-    """Say whose a new tensor is; with `pin_memory` it must be the host's."""
+    """Mark where a new tensor is; with `pin_memory` it must be on the host."""
     if pin_memory:
         if not on_host:
             raise RuntimeError("Only dense CPU tensors can be pinned")
@@ -152,7 +142,7 @@ def _factory(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _from_tensor(name: str, function: Callable[..., Any], data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`torch.tensor`, `as_tensor` and `asarray` of a tensor: on its device if none is named."""
+    """`torch.tensor`, `as_tensor` and `asarray` of a tensor: on its device unless one is given."""
     device = kwargs.pop("device", None)
     device = default_device() if device is None and name != "tensor" else device
     on_host = is_on_host(data)
@@ -167,7 +157,7 @@ def _from_tensor(name: str, function: Callable[..., Any], data: torch.Tensor, *a
 
 
 def _like(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A factory whose first argument says where, if no device is named."""
+    """A factory that defaults to the device of its first argument."""
 
     @functools.wraps(function)
     def factory(like: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +169,7 @@ def _like(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 return function(like, *args, **kwargs)
             wanted = is_host_device(device)
             if wanted == on_host or type(like) in (torch.Tensor, torch.nn.Parameter, HostTensor, HostParameter):
-                # Quantized tensors make their own, and are told where.
+                # Other classes, quantized tensors, create their own and need the device.
                 kwargs["device"] = _HOST if real_device(like).type != "cpu" else None
             on_host = wanted
         if name in _DRAW_LIKE and on_host != is_on_host(like):
@@ -196,7 +186,7 @@ def _like(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def _patch_factories() -> None:
     from torch.jit import _builtins
 
-    # torch.set_default_device knows the factories by identity, TorchScript by a table: both must know these.
+    # torch.set_default_device recognizes factories by identity, TorchScript by a table: register these with both.
     from torch.utils._device import _device_constructors
 
     _device_constructors()
@@ -223,7 +213,7 @@ def _on_host(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _patch_classes_of_tensors() -> None:
-    """Tensors that are made by naming a class."""
+    """Tensors created by calling a class."""
     make_wrapper = torch.Tensor._make_wrapper_subclass
     new_parameter = torch.nn.Parameter.__new__
 

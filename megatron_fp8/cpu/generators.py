@@ -1,11 +1,9 @@
-"""Owns the random number generators: the host's default one, and the emulated GPU's.
+"""The default random number generators of the host and of the emulated GPU.
 
-Torch's own default generator, which operations draw from that are given none, is the GPU's, so that operations on the
-GPU need no help. The host's is `HOST`: it takes the default's place under the names that mean the host's
-(`torch.default_generator`, `torch.manual_seed`, ...), and operations on host tensors are given it. Both are torch's
-Mersenne Twister for CPUs, so a seed gives the same numbers on either. (A GPU has Philox, with other numbers.)
-
-Must not know which operations are on the host: who calls says so.
+Torch's own default generator is the GPU's, so that operations on the GPU need no change. The host's is `HOST`, which
+replaces the default under the names that mean the host's (`torch.default_generator`, `torch.manual_seed`, ...) and is
+passed to operations on host tensors. Both are torch's Mersenne Twister for CPUs, so a seed gives the same numbers on
+either. (A GPU has Philox, with other numbers.)
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class Generator(torch._C.Generator):
     on_gpu = False
 
     def get_state(self) -> torch.Tensor:
-        """The state, uint8, on the host as CUDA's is."""
+        """The state, uint8, on the host as CUDA's."""
         return put_on_host(super().get_state())
 
     def clone_state(self) -> Generator:
@@ -52,7 +50,6 @@ class Generator(torch._C.Generator):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where it may draw."""
         return torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
 
 
@@ -65,14 +62,14 @@ def is_on_gpu(generator: torch.Generator) -> bool:
 
 
 def expect_generator(generator: torch.Generator | None, on_host: bool) -> None:
-    """Raise torch's error where `generator` belongs to the other device."""
+    """Raise torch's error if `generator` belongs to the other device."""
     if generator is not None and is_on_gpu(generator) == on_host:
         wanted, found = ("cpu", "cuda") if on_host else ("cuda", "cpu")
         raise RuntimeError(f"Expected a '{wanted}' device type for generator but found '{found}'")
 
 
 def call_on_host(name: str, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """`function(*args, **kwargs)`, torch's operation `name` on host tensors, which draws from the host's generator."""
+    """`function(*args, **kwargs)`, torch's operation `name`, drawing from the host's generator."""
     if name in _TAKE_A_GENERATOR:
         expect_generator(kwargs.get("generator"), on_host=True)
         if kwargs.get("generator") is None:
@@ -90,14 +87,14 @@ def call_on_host(name: str, function: Callable[..., Any], args: Any, kwargs: Map
 
 
 def call_on_gpu(name: str, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """`function(*args, **kwargs)`, torch's operation `name` on the GPU, which may have been given a generator."""
+    """`function(*args, **kwargs)`, torch's operation `name` on the GPU; a given generator must be the GPU's."""
     if name in _TAKE_A_GENERATOR:
         expect_generator(kwargs.get("generator"), on_host=False)
     return function(*args, **kwargs)
 
 
 def patch_generators() -> None:
-    """Make the host's default generator `HOST`, seeded as the GPU's is, and look at generators given to draws."""
+    """Make `HOST` the host's default generator, with the GPU's seed, and check generators that operations are given."""
     HOST.manual_seed(GPU.initial_seed())
     torch.default_generator = torch.random.default_generator = HOST
     for name in _METHODS:

@@ -1,4 +1,4 @@
-"""The process's memory on the host: how much is resident, and malloc's settings."""
+"""This process's memory on the host: its peak, and malloc's settings."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Runs a patch directly after a module is loaded, whoever imports it and whenever.
+"""Runs a patch right after a module is first imported.
 
-The stand-in has to change a few functions of packages that it must not import itself: importing Transformer
-Engine takes seconds, and a program that never uses it should not pay. This file knows nothing of what is
-patched.
+The stand-in changes a few functions of packages that it does not import itself: importing Transformer Engine takes
+seconds, which a program that never uses it should not pay.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ class _PatchingLoader(importlib.abc.Loader):
         self._patch(module)
 
     def __getattr__(self, name: str) -> object:
-        # inspect, pkgutil and importlib.resources ask the loader for sources and files.
+        # inspect, pkgutil and importlib.resources read sources and files through the loader.
         return getattr(self._loader, name)
 
 
 class _PatchingFinder(importlib.abc.MetaPathFinder):
-    """Wraps the loader of the modules that have a patch; finds nothing by itself."""
+    """Wraps the loaders of the modules that have a patch."""
 
     def __init__(self, patches: dict[str, Patch]) -> None:
         self._patches = patches
@@ -59,10 +58,9 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
 
 
 def patch_after_import(patches: dict[str, Patch]) -> None:
-    """Call `patches[name](module)` once module `name` is loaded; at once for those already in `sys.modules`.
+    """Call `patches[name](module)` once module `name` is loaded, immediately if it is already in `sys.modules`.
 
-    A name that is never imported costs nothing. An exception from a patch ends that import with that
-    exception.
+    An exception from a patch propagates to the import.
     """
     for name, patch in patches.items():
         if name in sys.modules:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
-from types import ModuleType
 
 from megatron_fp8.cpu.host_memory import keep_freed_memory
 from megatron_fp8.cpu.import_hook import patch_after_import
@@ -47,8 +46,11 @@ def install(force: bool = False) -> bool:
             "for CUDA and for Transformer Engine's compiled extension. Call it before the first import of "
             "transformer_engine or megatron.core"
         )
-    # First, so that an error in it leaves torch as it was.
-    extension = _extension()
+    from megatron_fp8.cpu.extension import build_extension
+
+    # First, so that an error in it leaves torch unchanged.
+    extension = build_extension()
+    setattr(extension, _MARK, True)
     _set_environment()
     keep_freed_memory()
     _patch_torch()
@@ -113,11 +115,3 @@ def _patch_torch() -> None:
     patch_operations()
     patch_collectives()
     install_triton()
-
-
-def _extension() -> ModuleType:
-    from megatron_fp8.cpu.extension import build_extension
-
-    extension = build_extension()
-    setattr(extension, _MARK, True)
-    return extension

@@ -1,10 +1,10 @@
-"""Memory figures of `torch.cuda`: the bytes of the emulated GPU's tensors.
+"""`torch.cuda`'s memory statistics: the bytes of the emulated GPU's tensors.
 
-Every storage counts once, rounded up to 512 bytes as CUDA's caching allocator does, from when it is made to when its
-last tensor goes. Counting takes a dispatch mode, which sees what operations make, in autograd's backward too; it costs
-several microseconds for each operation, so it begins with the first question (or `reset_peak_memory_stats`), with
-the tensors that there are then. Peaks are those since then. Temporaries inside a kernel of Transformer Engine do not
-count. Memory is counted for operations of the thread that asked first, and for factories and moves in all.
+Every storage counts once, rounded up to 512 bytes as by CUDA's caching allocator, as long as a tensor uses it. A
+dispatch mode counts what operations make, in autograd's backward too. It costs several microseconds per operation, so
+counting starts, with the tensors that exist, at the first query or `reset_peak_memory_stats`; peaks are since then.
+Temporaries inside TE's kernels do not count. Operations count in the thread that queried first, factories and moves in
+all threads.
 """
 
 # ruff: noqa: ARG001  (the signatures are torch's)
@@ -33,12 +33,12 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Wrapped for the compiler, which is off, each call would take longer.
+        # The wrapper for the compiler, which is disabled, would slow down each call.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
-        # Factories and moves say themselves where they put what they make.
+        # Factories and moves count what they make themselves.
         given = next(tensors_in(args), None)
         if self._counter.is_on and given is not None and not is_on_host(given):
             for tensor in tensors_in((result,)):
@@ -50,7 +50,7 @@ class Counter:
     """Counts the storages of GPU tensors."""
 
     def __init__(self) -> None:
-        # Off before the first question, and while a kernel runs.
+        # Off before the first query, and while a kernel runs.
         self.is_on = False
         self._started = False
         self.current = 0
@@ -59,7 +59,7 @@ class Counter:
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def start(self) -> None:
-        """Count what there is, and from now on what is made."""
+        """Count existing tensors, and from now on new ones."""
         if self._started:
             return
         self.is_on = self._started = True
@@ -70,7 +70,7 @@ class Counter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within the block nothing that is made counts."""
+        """Count nothing inside the block."""
         before, self.is_on = self.is_on, False
         try:
             yield
@@ -78,7 +78,7 @@ class Counter:
             self.is_on = before
 
     def kernel(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns counts, but not what it makes on the way: on a GPU it is one kernel."""
+        """Count what `call`, one kernel on a GPU, returns, but not its temporaries."""
         with self.paused():
             result = call()
         self._add_all(result)
@@ -93,7 +93,7 @@ class Counter:
             self.add(value)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count the storage of a GPU tensor, if it is a new one."""
+        """Count the storage of a GPU tensor, if it is new."""
         if real_device(tensor).type != "cpu" or tensor.layout is not torch.strided or hasattr(tensor, "_quantizer"):
             return
         storage = _TENSOR_BASE.untyped_storage(tensor)
@@ -110,7 +110,7 @@ class Counter:
         self.current -= self._sizes.pop(key)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count the new size of a storage that is counted."""
+        """Update the size of a counted storage."""
         if storage._cdata in self._sizes:
             size = _allocated(storage)
             self.current += size - self._sizes[storage._cdata]
@@ -132,13 +132,13 @@ def memory_allocated(device: Any = None) -> int:
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """Most bytes of the GPU's tensors at a time, since the first question or `reset_peak_memory_stats`."""
+    """Peak bytes of the GPU's tensors since the first query or `reset_peak_memory_stats`."""
     COUNTER.start()
     return COUNTER.peak
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    """Start the peak anew from the present size."""
+    """Reset the peak to the current size."""
     COUNTER.start()
     COUNTER.peak = COUNTER.current
 
@@ -150,7 +150,7 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """The figures of `torch.cuda.memory_stats` that have a meaning here; asking for others is a KeyError."""
+    """The entries of `torch.cuda.memory_stats` that have a meaning here."""
     COUNTER.start()
     stats = {"num_alloc_retries": 0, "num_ooms": 0}
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes"):
@@ -165,7 +165,7 @@ def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
 
 
 def patch_storages() -> None:
-    """Make storages that are asked for on a GPU, and follow those that change their size."""
+    """Create storages for a GPU in RAM, and follow those that are resized."""
     new = torch.UntypedStorage.__new__
     resize = torch.UntypedStorage.resize_
 
@@ -186,12 +186,8 @@ def patch_storages() -> None:
 
 
 FUNCTIONS = {
-    "memory_allocated": memory_allocated,
-    "memory_reserved": memory_allocated,
-    "memory_cached": memory_allocated,
-    "max_memory_allocated": max_memory_allocated,
-    "max_memory_reserved": max_memory_allocated,
-    "max_memory_cached": max_memory_allocated,
+    **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), memory_allocated),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), max_memory_allocated),
     "reset_peak_memory_stats": reset_peak_memory_stats,
     "reset_max_memory_allocated": reset_peak_memory_stats,
     "reset_max_memory_cached": reset_peak_memory_stats,

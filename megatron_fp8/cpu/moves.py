@@ -1,7 +1,5 @@
-"""How tensors and modules move between the host and the emulated GPU, and what they answer about where they are.
-
-A move is a copy, as on a GPU. Must not know where new tensors are put (`factories`).
-"""
+"""Moving tensors and modules between the host and the emulated GPU, by copies as on a GPU, and their device
+attributes."""
 
 # ruff: noqa: ARG001  (the signatures are torch's)
 from __future__ import annotations
@@ -28,7 +26,7 @@ def moved(tensor: torch.Tensor, to_host: bool, non_blocking: bool = False, **kwa
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
         kwargs |= {"device": device, "non_blocking": non_blocking}
         kind: Any = type(tensor)
-        # Not by way of C++, which would look for the driver.
+        # Not through C++, which would look for the driver.
         copied: torch.Tensor = kind.__torch_dispatch__(torch.ops.aten._to_copy.default, (kind,), (tensor,), kwargs)
         return copied
     if transfers.PENDING and not to_host:
@@ -40,7 +38,7 @@ def moved(tensor: torch.Tensor, to_host: bool, non_blocking: bool = False, **kwa
     if not non_blocking:
         transfers.finish(transfers.on_stream(stream))
     elif to_host:
-        # Torch makes the target of such a copy pinned.
+        # Torch pins the target of such a copy.
         transfers.start(transfers.pin(copied), True, stream)
     elif transfers.is_pinned(tensor):
         transfers.start(tensor, False, stream)
@@ -48,7 +46,7 @@ def moved(tensor: torch.Tensor, to_host: bool, non_blocking: bool = False, **kwa
 
 
 def _parsed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The device (None: as it is) and the keywords of `Tensor.to`, which takes `(device, dtype, non_blocking, copy)`,
+    """The device (None: unchanged) and the keywords of `Tensor.to`, which takes `(device, dtype, non_blocking, copy)`,
     `(dtype, non_blocking, copy)` and `(tensor, non_blocking, copy)`."""
     kwargs = dict(kwargs)
     device = kwargs.pop("device", None)
@@ -79,7 +77,7 @@ def _patch_tensor_moves() -> None:
             return _to(self, *(() if device is None else (_HOST,)), **options)
         on_host = is_on_host(self)
         if device is None or is_host_device(device) == on_host:
-            # A quantized tensor without a change stays itself; with the keywords alone torch has nothing to parse.
+            # An unchanged quantized tensor is returned itself; torch has no device to parse.
             return _to(self, _HOST, **options)
         return moved(self, not on_host, **options)
 
@@ -122,7 +120,7 @@ def _patch_module_moves() -> None:
 
     @functools.wraps(original)
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        # What C++ parses must not name a GPU: it would look for the driver.
+        # C++ must not parse a GPU device: it would look for the driver.
         device, options = _parsed(args, kwargs)
         if device is None or not (is_cuda_device(device) or is_host_device(device)):
             return original(self, *args, **kwargs)
@@ -147,7 +145,7 @@ def _patch_module_moves() -> None:
 def _patch_answers() -> None:
     host, gpus = _HOST, [torch.device("cuda", index) for index in range(64)]
 
-    # Asked often; HostTensor has answers of its own.
+    # Called often. HostTensor has its own properties.
     def device(self: torch.Tensor) -> torch.device:
         real = unplaced_device(self)
         if real != host or ON_HOST in self.__dict__:
@@ -156,14 +154,14 @@ def _patch_answers() -> None:
 
     def is_cuda(self: torch.Tensor) -> bool:
         real = unplaced_device(self)
-        # Under a mode (`with torch.device(...)`) torch asks `device` above.
+        # Under a mode (`with torch.device(...)`) torch calls `device` above.
         return (real == host and ON_HOST not in self.__dict__) or real.type == "cuda"
 
     def get_device(self: torch.Tensor) -> int:
         return streams.current_device() if self.is_cuda else -1
 
     def record_stream(self: torch.Tensor, stream: Any) -> None:
-        """Memory is never reused before its work is done."""
+        """Nothing to do: memory is never reused before its work is finished."""
 
     torch.Tensor.device = property(device)  # type: ignore[assignment]
     torch.Tensor.is_cuda = property(is_cuda)  # type: ignore[assignment]
@@ -174,7 +172,7 @@ def _patch_answers() -> None:
 
 
 def _patch_memory_questions() -> None:
-    """What only host memory can be: pinned, or numpy's."""
+    """What only host memory can be: pinned, or shared with numpy."""
     numpy = torch.Tensor.numpy
 
     def numpy_(self: torch.Tensor, *, force: bool = False) -> Any:
@@ -201,7 +199,7 @@ def _patch_memory_questions() -> None:
 
 
 def _patch_waits() -> None:
-    """Reading a value of the GPU waits for what its stream has to do."""
+    """Reading a GPU value waits for its stream."""
 
     def waiting(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -217,7 +215,7 @@ def _patch_waits() -> None:
 
 
 def _patch_assignments() -> None:
-    """`x.data = y` moves x to where y is; `x.grad = y` needs y to be where x is."""
+    """`x.data = y` moves x to y's device; `x.grad = y` requires y on x's device."""
     data: Any = torch._C.TensorBase.data
     grad: Any = torch._C.TensorBase.grad
 
@@ -241,7 +239,7 @@ def _patch_assignments() -> None:
 
 
 def patch_moves() -> None:
-    """Replace the methods of `torch.Tensor` and `torch.nn.Module` that move or say where."""
+    """Replace the methods of `torch.Tensor` and `torch.nn.Module` that move them or read their device."""
     _patch_tensor_moves()
     _patch_module_moves()
     _patch_answers()

@@ -24,12 +24,12 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from megatron_fp8.cpu.nccl_rules import LOOKS, MESSAGES, Look, group_rank, look_at_message
 from megatron_fp8.cpu.placement import is_on_host, tensors_in
 
-# Calls that an error names, and calls after which a call is no longer kept in the store: no rank is that far behind.
+# Calls that an error lists, and calls that are kept in the store: no rank falls that far behind.
 _NAMED, _KEPT = 6, 512
 
 
 class CollectiveOrder:
-    """What this rank has called so far, by communicator. `starts` tells process groups of one process apart."""
+    """This rank's calls so far, by group, in the store under the number of the default process group's start."""
 
     def __init__(self) -> None:
         self._starts = 0
@@ -43,18 +43,19 @@ class CollectiveOrder:
         self._mine: dict[str, collections.deque[int]] = collections.defaultdict(collections.deque)
 
     def start(self) -> None:
-        """The default process group was made anew: all communicators begin at their first call."""
+        """The default process group was created: all groups begin at their first call."""
         self._starts += 1
         self._forget()
 
     def collective(self, group: Any, call: str) -> None:
-        """This rank is about to make `call`, which all ranks of `group` must make now. Raises RuntimeError."""
+        """Raise RuntimeError unless `call`, which this rank is about to make, is what the other ranks of `group`
+        call."""
         self._agree(group, "", "collective", call)
 
     def message(self, group: Any, source: int, destination: int, call: str, in_batch: bool) -> None:
-        """This rank is about to send or receive the message `call` from `source` to `destination`, ranks of `group`.
+        """`collective` for a message between two ranks of `group`.
 
-        The two ranks' messages form one sequence, as they share a stream, or in a batch one for each direction.
+        The two ranks' messages form one sequence, as they share a stream, or in a batch one per direction.
         """
         low, high = sorted((source, destination))
         call = f"{call} from {source} to {destination}"
@@ -75,8 +76,8 @@ class CollectiveOrder:
             later = "".join(f"; then {following}" for following in self._next(store, prefix, number, rank))
             raise RuntimeError(
                 f"ranks of one communicator differ in {kind} {number + 1} of process group {_described(group)}: NCCL"
-                f" would wait for ever or mix up data\n    {mine}\n    {first}{later}\n"
-                f"    what both called before, at most {_NAMED}: {'; '.join(self._calls[name]) or 'nothing'}"
+                f" would hang or mix up data\n    {mine}\n    {first}{later}\n"
+                f"    previous calls of both, at most {_NAMED}: {'; '.join(self._calls[name]) or 'none'}"
             )
         self._calls[name].append(call)
         if first == mine:
@@ -90,7 +91,7 @@ class CollectiveOrder:
 
     @staticmethod
     def _next(store: Any, prefix: str, number: int, rank: str) -> list[str]:
-        """What the rank that came first has called since, as far as it came first."""
+        """Later calls of the rank that wrote this one, as far as it also wrote them."""
         keys = (f"{prefix}{later}" for later in itertools.count(number + 1))
         calls = []
         for key in itertools.islice(keys, _NAMED):
@@ -106,19 +107,19 @@ def _described(group: Any) -> str:
 
 
 def is_nccl(backend: Any) -> bool:
-    """Whether a program that names `backend` asks for NCCL."""
+    """Whether `backend` names NCCL."""
     return isinstance(backend, str) and "nccl" in backend.lower()
 
 
 class _Call(threading.local):
-    """Where this thread is: inside a call that was checked, and in a batch of messages."""
+    """Whether this thread is inside a checked call, and in a batch of messages."""
 
     checked = False
     in_batch = False
 
 
 class NcclGroups:
-    """The process groups of this process that NCCL would serve on GPUs."""
+    """This process's groups that NCCL would serve on GPUs."""
 
     def __init__(self) -> None:
         self._order = CollectiveOrder()
@@ -127,13 +128,13 @@ class NcclGroups:
         self._here = _Call()
 
     def started(self, backend: Any) -> None:
-        """The default process group was made; None asks for what fits the device, which is NCCL."""
+        """The default process group was created; a backend of None means gloo for the host and NCCL for the GPU."""
         self._host_too.clear()
         self._order.start()
         self.add(distributed_c10d._get_default_group(), "cpu:gloo,cuda:nccl" if backend is None else backend)
 
     def add(self, group: Any, backend: Any) -> None:
-        """`group` was made with `backend`; None: with that of the default group."""
+        """`group` was created with `backend`; None: that of the default group."""
         if not isinstance(group, ProcessGroup):
             return
         default = distributed_c10d._get_default_group().group_name
@@ -144,7 +145,7 @@ class NcclGroups:
             self._host_too[group.group_name] = "gloo" in backend.lower()
 
     def device_of_objects(self, group: Any, otherwise: str) -> str:
-        """Where the collectives of Python objects put their bytes: NCCL takes them on the GPU only."""
+        """The device of the bytes in collectives of Python objects: NCCL takes GPU tensors only."""
         name = (group or distributed_c10d._get_default_group()).group_name
         return "cuda" if self._host_too.get(name) is False else otherwise
 
@@ -155,7 +156,7 @@ class NcclGroups:
 
     @contextlib.contextmanager
     def _one_call(self) -> Iterator[None]:
-        """torch's functions call each other: only the outermost is a call."""
+        """torch's functions call each other: check only the outermost call."""
         self._here.checked = True
         try:
             yield
@@ -163,7 +164,7 @@ class NcclGroups:
             self._here.checked = False
 
     def checked(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The collective or message `name` with NCCL's rules for NCCL's groups."""
+        """The collective or message `name`, with NCCL's rules in NCCL's groups."""
         bind = _binding(original)
         look = LOOKS.get(name)
 
@@ -207,7 +208,7 @@ class NcclGroups:
 
 
 def _binding(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """Arguments of a call of `function` by name, with defaults: `inspect.Signature.bind` in a tenth of the time."""
+    """`inspect.Signature.bind` of `function`, with defaults, in a tenth of the time."""
     parameters = list(inspect.signature(function).parameters.values())
     names = [parameter.name for parameter in parameters]
     defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}

@@ -7,6 +7,7 @@ its process group, raises what NCCL would, and returns a description, which must
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -22,7 +23,7 @@ _DTYPES = frozenset(
     | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
     | {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 )
-# Complex numbers travel as pairs of these.
+# Complex numbers are sent as pairs of these.
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _NOT_REDUCED = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -32,13 +33,13 @@ _PREMULTIPLIED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_tensors(*values: Any) -> None:
-    """Raise for a tensor in `values` (lists of them too) that NCCL cannot read.
+    """Raise for a tensor in `values` (or in lists among them) that NCCL refuses.
 
-    RuntimeError: a host tensor; ValueError: a sparse one, or one whose memory is not in order; TypeError: its dtype.
+    RuntimeError: it is on the host; ValueError: it is sparse or not contiguous; TypeError: its dtype.
     """
     for tensor in tensors_in(values):
         if is_on_host(tensor):
-            raise RuntimeError("No backend type associated with device type cpu: NCCL takes a GPU's tensors only")
+            raise RuntimeError("No backend type associated with device type cpu: NCCL takes GPU tensors only")
         if tensor.layout != torch.strided:
             raise ValueError("Tensors must be CUDA and dense")
         if not tensor.is_contiguous() and not tensor.is_contiguous(memory_format=suggest_memory_format(tensor)):
@@ -50,8 +51,8 @@ def check_tensors(*values: Any) -> None:
 
 
 def check_reduction(op: Any, *values: Any) -> None:
-    """Raise where NCCL does not reduce `values` with `op`: ValueError for the operation, TypeError for one that the
-    dtype does not have, RuntimeError for the rest; NotImplementedError where NCCL does and this stand-in does not."""
+    """Raise if NCCL does not reduce `values` with `op`: ValueError for the operation, TypeError for its combination
+    with a dtype, RuntimeError otherwise; NotImplementedError if NCCL does and the stand-in does not."""
     kind = reduction(op)
     if kind in _BITWISE:
         raise ValueError(f"Cannot use ReduceOp.{kind.name} with NCCL")
@@ -62,9 +63,7 @@ def check_reduction(op: Any, *values: Any) -> None:
         if dtype in _NOT_REDUCED:
             raise RuntimeError(f"Unsupported Float8 type for NCCL reduction: {dtype}")
         if dtype in _FP8:
-            raise NotImplementedError(
-                f"reductions of {dtype} are not emulated: NCCL adds float8 numbers, gloo has no such sum"
-            )
+            raise NotImplementedError(f"reductions of {dtype} are not emulated: NCCL sums float8 values, gloo does not")
         if dtype == torch.bool and kind == ReduceOp.AVG:
             raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
         if kind == ReduceOp.PREMUL_SUM and _REAL.get(dtype, dtype) not in _PREMULTIPLIED:
@@ -72,7 +71,7 @@ def check_reduction(op: Any, *values: Any) -> None:
 
 
 def check_whole_and_part(whole: Tensor, part: Tensor, ranks: int, names: tuple[str, str]) -> None:
-    """Raise unless `whole` is as long as the parts of all ranks (ValueError) and of their dtype (TypeError)."""
+    """Raise unless `whole` has as many elements as all ranks' parts (ValueError) and their dtype (TypeError)."""
     if whole.dtype != part.dtype:
         raise TypeError(f"{names[0]} tensor must have the same type as {names[1]} tensor: {whole.dtype}, {part.dtype}")
     if whole.numel() != part.numel() * ranks:
@@ -92,7 +91,7 @@ def check_alike(tensors: Sequence[Tensor], one: Tensor) -> None:
 
 
 def reduction(op: Any) -> ReduceOp.RedOpType:
-    """Which operation `op`, a `ReduceOp` or one of its constants, is."""
+    """The constant that `op`, a `ReduceOp` or one of its constants, is."""
     return next(kind for kind in ReduceOp.RedOpType.__members__.values() if op == kind)
 
 
@@ -105,7 +104,7 @@ def _described(*tensors: Tensor) -> str:
 
 
 def group_rank(arguments: Arguments, group: Any, role: str) -> int | None:
-    """The rank in `group` that a call names as `src` or `dst` (`role`), of the world or of the group; None: neither."""
+    """The group rank that a call names as `src` or `dst` (`role`), or as `group_src` or `group_dst`, if any."""
     if arguments.get(f"group_{role}") is not None:
         return int(arguments[f"group_{role}"])
     named = arguments.get(role)
@@ -113,25 +112,28 @@ def group_rank(arguments: Arguments, group: Any, role: str) -> int | None:
 
 
 def _root(arguments: Arguments, group: Any, role: str) -> int:
-    # torch takes rank 0 of the world where a gather or scatter names none.
+    # torch defaults to rank 0 of the world in a gather or scatter.
     named = group_rank(arguments, group, role)
     return get_group_rank(group, 0) if named is None else named
 
 
-def _all_reduce(arguments: Arguments, group: Any) -> str:  # noqa: ARG001 - every look is called alike
+def _checked_reduction(arguments: Arguments, reduced: Sequence[Tensor], *others: Tensor) -> str:
+    """Check the tensors of a reduction, and return its operation's name."""
+    check_tensors(reduced, others)
+    check_reduction(arguments["op"], reduced)
+    return str(reduction(arguments["op"]).name)
+
+
+def _all_reduce(arguments: Arguments, group: Any) -> str:  # noqa: ARG001 - looks have the same signature
     tensors = arguments.get("tensors", arguments.get("tensor"))
     tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-    check_tensors(tensors)
-    check_reduction(arguments["op"], tensors)
-    return f"all_reduce({reduction(arguments['op']).name}, {_described(*tensors)})"
+    return f"all_reduce({_checked_reduction(arguments, tensors)}, {_described(*tensors)})"
 
 
 def _reduce(arguments: Arguments, group: Any) -> str:
     tensor = arguments["tensor"]
-    check_tensors(tensor)
-    check_reduction(arguments["op"], tensor)
-    to = _root(arguments, group, "dst")
-    return f"reduce({reduction(arguments['op']).name}, {_described(tensor)}, to {to})"
+    op = _checked_reduction(arguments, [tensor])
+    return f"reduce({op}, {_described(tensor)}, to {_root(arguments, group, 'dst')})"
 
 
 def _broadcast(arguments: Arguments, group: Any) -> str:
@@ -140,8 +142,8 @@ def _broadcast(arguments: Arguments, group: Any) -> str:
 
 
 def _all_gather(arguments: Arguments, group: Any) -> str:  # noqa: ARG001
-    parts, mine = arguments["tensor_list"], arguments["tensor"]
-    check_tensors(parts, mine)
+    parts = arguments["tensor_list"]
+    check_tensors(parts, arguments["tensor"])
     return f"all_gather({', '.join(_described(part) for part in parts)})"
 
 
@@ -155,10 +157,9 @@ def _all_gather_into(arguments: Arguments, group: Any) -> str:
 
 
 def _reduce_scatter(arguments: Arguments, group: Any) -> str:  # noqa: ARG001
-    parts, mine = arguments["input_list"], arguments["output"]
-    check_tensors(parts, mine)
-    check_reduction(arguments["op"], parts)
-    return f"reduce_scatter({reduction(arguments['op']).name}, {', '.join(_described(part) for part in parts)})"
+    parts = arguments["input_list"]
+    op = _checked_reduction(arguments, parts, arguments["output"])
+    return f"reduce_scatter({op}, {', '.join(_described(part) for part in parts)})"
 
 
 def _reduce_scatter_tensor(arguments: Arguments, group: Any) -> str:
@@ -186,31 +187,18 @@ def _all_to_all_single(arguments: Arguments, group: Any) -> str:
     return f"all_to_all_single({_described(sent) if even else sent.dtype})"
 
 
-def _gather(arguments: Arguments, group: Any) -> str:
-    return _from_or_to_one(arguments, group, "gather", "dst")
-
-
-def _scatter(arguments: Arguments, group: Any) -> str:
-    return _from_or_to_one(arguments, group, "scatter", "src")
-
-
-def _from_or_to_one(arguments: Arguments, group: Any, name: str, role: str) -> str:
+def _gather_or_scatter(arguments: Arguments, group: Any, name: str, role: str) -> str:
     tensor, others = arguments["tensor"], arguments[f"{name}_list"]
     check_tensors(tensor, others or [])
     check_alike(others or [], tensor)
     return f"{name}({_described(tensor)}, {role} {_root(arguments, group, role)})"
 
 
-def _barrier(arguments: Arguments, group: Any) -> str:  # noqa: ARG001
-    return "barrier"
+def _refused(error: type[Exception], message: str) -> Look:
+    def look(arguments: Arguments, group: Any) -> NoReturn:  # noqa: ARG001
+        raise error(message)
 
-
-def _no_coalesced_gather(arguments: Arguments, group: Any) -> NoReturn:  # noqa: ARG001
-    raise RuntimeError("ProcessGroupNCCL does not support allgather_coalesced")
-
-
-def _no_monitored_barrier(arguments: Arguments, group: Any) -> NoReturn:  # noqa: ARG001
-    raise ValueError("monitored_barrier is only implemented for GLOO backend.")
+    return look
 
 
 LOOKS: dict[str, Look] = {
@@ -219,7 +207,7 @@ LOOKS: dict[str, Look] = {
     "reduce": _reduce,
     "broadcast": _broadcast,
     "all_gather": _all_gather,
-    "all_gather_coalesced": _no_coalesced_gather,
+    "all_gather_coalesced": _refused(RuntimeError, "ProcessGroupNCCL does not support allgather_coalesced"),
     "all_gather_into_tensor": _all_gather_into,
     "all_gather_single": _all_gather_into,
     "_all_gather_base": _all_gather_into,
@@ -229,17 +217,17 @@ LOOKS: dict[str, Look] = {
     "_reduce_scatter_base": _reduce_scatter_tensor,
     "all_to_all": _all_to_all,
     "all_to_all_single": _all_to_all_single,
-    "gather": _gather,
-    "scatter": _scatter,
-    "barrier": _barrier,
-    "monitored_barrier": _no_monitored_barrier,
+    "gather": functools.partial(_gather_or_scatter, name="gather", role="dst"),
+    "scatter": functools.partial(_gather_or_scatter, name="scatter", role="src"),
+    "barrier": lambda arguments, group: "barrier",  # noqa: ARG005
+    "monitored_barrier": _refused(ValueError, "monitored_barrier is only implemented for GLOO backend."),
 }
-# Messages between two ranks, and the role of the rank that they name.
+# With the role of the rank that they name.
 MESSAGES = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 
 
 def look_at_message(tensor: Tensor, peer: int | None) -> str:
-    """Check a message and describe it. torch only warns of memory out of order, and then sends it as it lies."""
+    """Check a message and describe it. torch only warns of non-contiguous memory, and then sends it in memory order."""
     if peer is None:
         raise RuntimeError("ProcessGroupNCCL does not support recvAnysource")
     check_tensors(tensor)

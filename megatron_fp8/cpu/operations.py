@@ -26,11 +26,11 @@ _ELEMENT_WISE = frozenset(
     "maximum minimum fmax fmin max min atan2 arctan2 hypot copysign nextafter ldexp logaddexp logaddexp2 xlogy "
     "heaviside gcd lcm clamp clip clamp_min clamp_max where lerp addcmul addcdiv fill masked_fill index_fill".split()
 )
-# Only what is last among their arguments may be a number: masks, conditions and indices lie where the values do.
+# Only their last arguments may be host scalars: masks, conditions and indices must be on the device of the values.
 _FILLING = {"masked_fill": 2, "index_fill": 3, "where": 1}
-# Views of their first argument, of whose others they read only the shape.
+# Views of their first argument that read only the shape of the other.
 _VIEWS = frozenset({"view_as", "expand_as", "reshape_as"})
-# A list of tensors of the GPU and one number, which is read.
+# Take a list of GPU tensors and one host scalar.
 _BY_NUMBER = frozenset({"_foreach_mul", "_foreach_div"})
 # Read only shapes and dtypes, or copy.
 _TAKE_ANY = _VIEWS.union(
@@ -42,7 +42,7 @@ _INDEXING = frozenset({"getitem", "index", "setitem", "index_put"})
 
 
 def operation_name(function: Callable[..., Any]) -> str:
-    """`add_`, `__iadd__` or `add`: torch's own name without the overload's."""
+    """Torch's name without the overload, such as `add_`, `__iadd__` or `add`."""
     return str(getattr(function, "__name__", function)).partition(".")[0]
 
 
@@ -55,12 +55,12 @@ def _writes_first(name: str) -> bool:
 
 
 def stays(name: str) -> bool:
-    """Whether the result of the operation `name` is where its first argument is, whatever the others are."""
+    """Whether the result of operation `name` is on its first argument's device, whatever the others'."""
     return name in _VIEWS or _plain(name) == "getitem"
 
 
 def written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The tensor that the operation `name` writes; None: it makes a new one."""
+    """The tensor that operation `name` writes to; None if it creates one."""
     if _writes_first(name) or _plain(name) == "setitem":
         return args[0] if args else None
     return kwargs.get("out")
@@ -69,7 +69,7 @@ def written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def refusal(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], host: Sequence[torch.Tensor], gpu: Sequence[torch.Tensor]
 ) -> str | None:
-    """What CUDA says to the operation `name` with tensors of `host` and `gpu` among its arguments; None: nothing."""
+    """CUDA's error message for operation `name` on the tensors `host` and `gpu` among its arguments, if it refuses."""
     plain = _plain(name)
     if plain in _TAKE_ANY:
         return None
@@ -94,16 +94,16 @@ def _is_integer(index: torch.Tensor) -> bool:
 
 
 def _refused_index(args: Sequence[Any], host: Sequence[torch.Tensor]) -> str | None:
-    """`x[indices]`, `x[indices] = value`: the indices may be the host's, the value a number."""
+    """`x[indices]`, `x[indices] = value`: the indices may be on the host, the value a host scalar."""
     indexed, indices = args[0], args[1] if len(args) > 1 else ()
     listed = indices if isinstance(indices, (tuple, list)) else (indices,)
-    # An integer without dimensions is read, as a number of Python's.
+    # A 0-dim integer is read, like a Python number.
     tensors = [index for index in listed if isinstance(index, torch.Tensor) and not _is_integer(index)]
     on_host = any(indexed is tensor for tensor in host)
     if on_host and not all(any(index is tensor for tensor in host) for index in tensors):
         return "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
     value = args[2] if len(args) > 2 else None
-    # Without a tensor among the indices this is a copy into a view.
+    # Without tensor indices this is a copy into a view.
     if not tensors or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return None
     if any(value is tensor for tensor in host) == on_host:
@@ -117,7 +117,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def _backward(
     tensor: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
-    # Not within `_operate`, which is blind to operations within an operation.
+    # Not inside `_operate`, which does not see operations inside an operation.
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
@@ -159,7 +159,7 @@ def _note_copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = 
 
 
 def patch_operations() -> None:
-    """From now on operations on host tensors are looked at."""
+    """Start checking operations on host tensors."""
 
     def look(
         cls: type,  # noqa: ARG001

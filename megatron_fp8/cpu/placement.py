@@ -1,7 +1,6 @@
-"""Owns where a tensor lives: on the host or on the emulated GPU, and what is said where the two must not meet.
+"""Whether a tensor is on the host or on the emulated GPU.
 
-Both lie in the same RAM, so the class of a tensor tells them apart: the host's are `HostTensor`s, all others are the
-GPU's. Must not know what operations do with the two (`operations`), nor where tensors are made (`factories`).
+Both are in RAM, so a tensor's class tells: host tensors are `HostTensor`s, all others are on the GPU.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from typing import Any
 
 import torch
 
-# Marks what is on the host and keeps a class of its own: Transformer Engine's quantized tensors.
+# Marks host tensors that keep their own class: Transformer Engine's quantized tensors.
 ON_HOST = "_on_host"
 _HOST = torch.device("cpu")
-# Torch's own answer: "cpu" for the host's and the GPU's. Not for host tensors: torch asks their class for attributes.
+# Torch's own device: "cpu" for both. Not for host tensors, whose attributes torch looks up in their class.
 unplaced_device: Callable[[torch.Tensor], torch.device] = torch._C.TensorBase.device.__get__
 
 
@@ -43,7 +42,7 @@ class HostTensor(torch.Tensor):
         return put_on_host(copy)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        # Torch's text begins with the name of a subclass, and names the device of all that is not the host's.
+        # Torch's text starts with the name of a subclass, and names any device but the host.
         put_on_gpu(self)
         try:
             text: str = torch._tensor_str._str(self)
@@ -67,34 +66,34 @@ class HostParameter(HostTensor, torch.nn.Parameter):
 
 
 def real_device(tensor: torch.Tensor) -> torch.device:
-    """Where the memory of `tensor` is: "cpu" for the host's and the emulated GPU's, else "meta" or the like."""
+    """The device of the memory of `tensor`: "cpu" for the host and the emulated GPU, else "meta" or the like."""
     if isinstance(tensor, HostTensor):
         return _HOST
     device = unplaced_device(tensor)
-    # Under a mode (`with torch.device(...)`) torch asks the class here, too.
+    # Under a mode (`with torch.device(...)`) torch calls the class's property here, too.
     return _HOST if device.type == "cuda" else device
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is the host's; False for the emulated GPU's and for meta tensors. Costs 0.1 microseconds."""
+    """Whether `tensor` is on the host; False for GPU and meta tensors. Costs 0.1 microseconds."""
     return isinstance(tensor, HostTensor) or ON_HOST in tensor.__dict__
 
 
 def put_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Say that `tensor`, which shares no memory with the GPU's, is the host's. Returns it."""
+    """Mark `tensor`, which must share no memory with GPU tensors, as on the host, and return it."""
     kind = type(tensor)
     if kind is torch.Tensor:
         tensor.__class__ = HostTensor
     elif kind is torch.nn.Parameter:
         tensor.__class__ = HostParameter
     elif not issubclass(kind, HostTensor):
-        # Transformer Engine's quantized tensors: what they are made of is marked by itself.
+        # Transformer Engine's quantized tensors, whose inner tensors are marked separately.
         tensor.__dict__[ON_HOST] = True
     return tensor
 
 
 def put_on_gpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Say that `tensor`, which shares no memory with the host's, is the GPU's. Returns it."""
+    """Mark `tensor`, which must share no memory with host tensors, as on the GPU, and return it."""
     kind = type(tensor)
     if kind is HostTensor:
         tensor.__class__ = torch.Tensor
@@ -120,7 +119,7 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """What a quantized tensor or a quantizer of Transformer Engine consists of, as far as that is in memory."""
+    """The inner tensors of a Transformer Engine quantized tensor or quantizer."""
     if hasattr(value, "_quantizer"):
         return [getattr(value, name, None) for name, _ in value._INNER_TENSORS]
     if hasattr(value, "rowwise_usage"):
@@ -129,7 +128,7 @@ def parts_of(value: Any) -> list[Any]:
 
 
 def two_devices(operation: str, index: int = 0) -> RuntimeError:
-    """CUDA's error for an operation that was given tensors of the host and of GPU `index`."""
+    """CUDA's error for an operation on both host and GPU tensors."""
     return RuntimeError(
         "Expected all tensors to be on the same device, but found at least two devices, "
         f"cuda:{index} and cpu! (in {operation})"
@@ -137,8 +136,8 @@ def two_devices(operation: str, index: int = 0) -> RuntimeError:
 
 
 def expect_on_gpu(operation: str, *values: Any, empty: bool = True) -> None:
-    """Raise CUDA's error where one of the tensors in `values` is the host's: in nested lists and tuples too, and among
-    what Transformer Engine's quantized tensors are made of. `empty`: those without elements, too."""
+    """Raise CUDA's error if a tensor in `values`, nested lists and tuples, or Transformer Engine's quantized tensors is
+    on the host. `empty`: even one without elements."""
     for position, value in enumerate(values):
         if isinstance(value, (torch.Tensor, list, tuple)):
             for tensor in tensors_in((value,)):

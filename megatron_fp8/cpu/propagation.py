@@ -19,12 +19,12 @@ from megatron_fp8.cpu.placement import HostTensor, is_on_host, put_on_host, real
 
 
 def _of_the_host(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-    # Other names for them: a gradient of the GPU may be the same tensor.
+    # Aliases: a GPU gradient may be the same tensor.
     return tuple(each.as_subclass(HostTensor) if type(each) is torch.Tensor else each for each in gradients)
 
 
 def _expect(gradient: Any, index: int, on_host: bool) -> None:
-    """Raise autograd's error where `gradient`, the number `index` of those given, is not where it belongs."""
+    """Raise autograd's error if the root gradient number `index` is on the wrong device."""
     if not isinstance(gradient, torch.Tensor) or is_on_host(gradient) == on_host or gradient.dim() == 0:
         return
     if real_device(gradient).type == "cpu":
@@ -53,8 +53,7 @@ def _patch_roots() -> None:
 
 
 def patch_gradients() -> None:
-    """Mark what `torch.autograd.grad` returns, and what functions on host tensors get for their backward; look at what
-    backward passes begin with."""
+    """Check root gradients, and mark what `torch.autograd.grad` returns and what `Function.backward` receives."""
     _patch_roots()
     grad = torch.autograd.grad
     apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
@@ -84,7 +83,7 @@ def patch_gradients() -> None:
 
 
 _ON_GPU = "_on_gpu"
-# Before torch's own, which take every storage in RAM for the host's.
+# Before torch's own, which take every storage in RAM to be on the host.
 _PRIORITY = 5
 
 
@@ -97,7 +96,7 @@ def _tag(storage: Any) -> str | None:
 
 
 def _restore(storage: Any, location: str) -> Any:
-    """The storage that was written at `location`, or is asked for there; None: this is not a GPU."""
+    """The storage, marked as the GPU's if `location` is one; else None."""
     if not is_cuda_device(location):
         return None
     _untyped(storage).__dict__[_ON_GPU] = True
@@ -105,14 +104,14 @@ def _restore(storage: Any, location: str) -> Any:
 
 
 def _wanted(location: Any) -> Any:
-    # Torch makes a device of what is no text, for which C++ would look for the driver.
+    # Torch converts other types than str to a device, for which C++ would look for the driver.
     if isinstance(location, torch.device):
         return str(location)
     return f"cuda:{location}" if is_cuda_device(location) and isinstance(location, int) else location
 
 
 def patch_saving() -> None:
-    """Mark storages where tensors are taken apart, and tensors where they are put together."""
+    """Mark storages when tensors are serialized, and tensors when they are rebuilt."""
     reduce = torch.Tensor._reduce_ex_internal
     rebuild: Callable[..., torch.Tensor] = torch._utils._rebuild_tensor
     original_load = torch.load

@@ -1,8 +1,7 @@
-"""Streams and events of a device that does its work before each call returns.
+"""Streams and events of a device that finishes its work before each call returns, so that waiting never blocks.
 
-With nothing asynchronous, waiting is always done already. What a program can observe keeps its meaning: the
-current stream nests and is per thread, an event's times are measured, an event that was not recorded has no
-time, and a program that reads the result of a copy before it waited for it is told so (`transfers`).
+What a program can observe keeps its meaning: the current stream nests and is per thread, event times are measured, an
+unrecorded event has no time, and reading the result of a copy before waiting for it is an error (`transfers`).
 """
 
 # ruff: noqa: ARG002  (the signatures are torch's)
@@ -11,7 +10,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ _handles = itertools.count(1)
 
 
 class Stream:
-    """`torch.cuda.Stream`: an identity; all its work is already done."""
+    """`torch.cuda.Stream`: an identity whose work is always finished."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         index = device if isinstance(device, int) else torch.device("cuda" if device is None else device).index
@@ -48,15 +46,12 @@ class Stream:
         return False
 
     def synchronize(self) -> None:
-        """Work is done when the call that started it returns; the host now knows."""
         transfers.finish(transfers.on_stream(self))
 
     def wait_event(self, event: Event) -> None:
-        """What comes after it on this stream comes after `event`, too."""
         transfers.follow(event.behind, self)
 
     def wait_stream(self, stream: Stream) -> None:
-        """See `wait_event`."""
         transfers.follow(transfers.on_stream(stream), self)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -66,7 +61,7 @@ class Stream:
 
     @property
     def _as_parameter_(self) -> Any:
-        raise NotImplementedError("torch.cuda.Stream as a pointer for foreign code: the CPU stand-in has none")
+        raise NotImplementedError("torch.cuda.Stream as a pointer for foreign code has no CPU stand-in")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and hash(other) == hash(self)
@@ -88,26 +83,22 @@ class Stream:
 
 
 class ExternalStream(Stream):
-    """`torch.cuda.ExternalStream`: a stream known by its handle."""
+    """`torch.cuda.ExternalStream`: a stream with a given handle."""
 
     def __init__(self, stream_ptr: int, device: Any = None, **kwargs: Any) -> None:
         super().__init__(device, stream_ptr=stream_ptr, **kwargs)
 
 
 class Event:
-    """`torch.cuda.Event`: the moment when `record` was called."""
+    """`torch.cuda.Event`: the time at which `record` was called."""
 
     def __init__(
-        self,
-        enable_timing: bool = False,
-        blocking: bool = False,
-        interprocess: bool = False,
-        external: bool = False,
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> None:
         self.enable_timing = enable_timing
         self.cuda_event = next(_handles)
         self.recorded_ns: int | None = None
-        # The copies that are done when this event is.
+        # The copies that are finished when this event is.
         self.behind: tuple[Any, ...] = ()
 
     def record(self, stream: Stream | None = None) -> None:
@@ -115,7 +106,6 @@ class Event:
         self.behind = transfers.on_stream(current_stream() if stream is None else stream)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Make `stream` wait."""
         (current_stream() if stream is None else stream).wait_event(self)
 
     def query(self) -> bool:
@@ -123,11 +113,10 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        """Work is done when the call that started it returns; the host now knows."""
         transfers.finish(self.behind)
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from this event to `end_event`. ValueError when either has no time."""
+        """Milliseconds from this event to `end_event`. Raises ValueError if either has no time."""
         if not (self.enable_timing and end_event.enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if self.recorded_ns is None or end_event.recorded_ns is None:
@@ -135,14 +124,14 @@ class Event:
         return (end_event.recorded_ns - self.recorded_ns) / 1e6
 
     def ipc_handle(self) -> bytes:
-        raise NotImplementedError("torch.cuda.Event.ipc_handle: the CPU stand-in shares no events")
+        raise NotImplementedError("torch.cuda.Event.ipc_handle has no CPU stand-in")
 
     def __repr__(self) -> str:
         return f"<torch.cuda.Event {self.cuda_event:#x}>"
 
 
 class _Current(threading.local):
-    """What torch keeps per thread: the current device and, per device, the current stream."""
+    """Per thread: the current device and, per device, the current stream."""
 
     def __init__(self) -> None:
         self.device_index = 0
@@ -158,7 +147,7 @@ def current_device() -> int:
 
 
 def exchange_device(index: int) -> int:
-    """Make `index` the current device and return the one before."""
+    """Make `index` the current device and return the previous one."""
     before = _current.device_index
     if index >= 0:
         _current.device_index = index
@@ -171,7 +160,7 @@ def _index(device: Any) -> int:
 
 
 def default_stream(device: Any = None) -> Stream:
-    """`torch.cuda.default_stream`: one for each device; its handle is 0 as on a GPU."""
+    """`torch.cuda.default_stream`: one per device, with handle 0 as on a GPU."""
     return Stream(_index(device), stream_ptr=0)
 
 
@@ -189,7 +178,7 @@ def set_stream(stream: Stream | None) -> None:
 
 
 class StreamContext:
-    """`torch.cuda.stream(stream)`: makes `stream` current inside the block; None does nothing."""
+    """`torch.cuda.stream(stream)`: makes `stream`, unless None, current inside the block."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
@@ -200,9 +189,7 @@ class StreamContext:
             self._previous = current_stream(self.stream.device_index)
             set_stream(self.stream)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: Any) -> None:
         if self.stream is not None:
             set_stream(self._previous)
             _current.device_index = self._device

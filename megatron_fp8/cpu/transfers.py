@@ -1,10 +1,10 @@
-"""Owns pinned memory and copies that are not waited for.
+"""Pinned memory and non-blocking copies.
 
-A GPU copies from and to pinned memory while the host goes on. The emulated one has copied before the call returns; what
-a program may not do until it has waited is refused here: read the host tensor that such a copy writes, write the one
-that it reads. Waiting is: to synchronize the device, the copy's stream, or an event recorded behind it (also by way of
-streams that waited for each other), or to read a value of the GPU from the host. Copies from and to pageable memory
-are waited for by CUDA itself.
+A GPU copies from and to pinned memory while the host continues. The emulated one has copied before the call returns,
+but refuses what a program must not do before waiting: read the host tensor that the copy writes, or write the one that
+it reads. Waiting means synchronizing the device, the copy's stream or an event recorded after it (also through streams
+that waited for each other), or reading a GPU value on the host. CUDA itself waits for copies from and to pageable
+memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from megatron_fp8.cpu.placement import HostTensor
 
 _PINNED = "_pinned"
-# They give another view of the same memory, or read nothing of it.
+# Operations that return a view of the same memory, or read none of it.
 _READ_NOTHING = frozenset(
     "__get__ __set__ size dim ndimension numel nelement stride storage_offset data_ptr is_contiguous is_pinned "
     "element_size untyped_storage storage detach view reshape view_as t transpose permute unsqueeze squeeze narrow "
@@ -30,19 +30,19 @@ _READ_NOTHING = frozenset(
 
 @dataclass
 class _Copy:
-    """`writes`: into the host's memory; else from it. `streams`: those behind which it is done."""
+    """`writes`: to the host's memory, else from it. `streams`: waiting for any of them waits for the copy."""
 
     memory: weakref.ref[torch.UntypedStorage]
     writes: bool
     streams: set[Hashable] = field(default_factory=set)
 
 
-# By the address of host memory.
+# By host address.
 PENDING: dict[int, _Copy] = {}
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
-    """Say that the memory of `tensor` is pinned. Returns it."""
+    """Mark the memory of `tensor` as pinned, and return `tensor`."""
     _memory(tensor).__dict__[_PINNED] = True
     return tensor
 
@@ -58,7 +58,7 @@ def _memory(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def start(host: torch.Tensor, writes: bool, stream: Hashable) -> None:
-    """A copy from or to the pinned memory of `host` was asked for on `stream`, and not waited for."""
+    """Note a copy from or to the pinned memory of `host` on `stream` that nobody has waited for."""
     memory = _memory(host)
     _forget(lambda copy: copy.memory() is None)
     PENDING[memory.data_ptr()] = _Copy(weakref.ref(memory), writes, {stream})
@@ -70,33 +70,31 @@ def _forget(is_over: Callable[[_Copy], bool]) -> None:
 
 
 def on_stream(stream: Hashable) -> tuple[_Copy, ...]:
-    """The copies that are done when what `stream` has to do now is done."""
+    """The copies that are finished when the current work of `stream` is."""
     return tuple(copy for copy in list(PENDING.values()) if stream in copy.streams) if PENDING else ()
 
 
 def follow(copies: Iterable[_Copy], stream: Hashable) -> None:
-    """`stream` waits for `copies`."""
+    """Note that `stream` waits for `copies`."""
     for copy in copies:
         copy.streams.add(stream)
 
 
 def finish(copies: Iterable[_Copy]) -> None:
-    """The host has waited for `copies`."""
+    """Note that the host has waited for `copies`."""
     done = list(copies)
     if done:
         _forget(lambda copy: any(copy is each for each in done))
 
 
 def finish_all() -> None:
-    """The host has waited for the device."""
+    """Note that the host has waited for the device."""
     PENDING.clear()
 
 
 def refuse_unfinished(name: str, tensors: Iterable[torch.Tensor], written: Any) -> None:
-    """Raise RuntimeError where the operation `name` reads or writes host memory that a copy still writes or reads.
-
-    `written`: the tensor that the operation writes, if any.
-    """
+    """Raise RuntimeError if operation `name` reads (`tensors`) or writes (`written`) what a copy still writes or
+    reads."""
     if name in _READ_NOTHING:
         return
     for tensor in tensors:
@@ -111,5 +109,5 @@ def refuse_unfinished(name: str, tensors: Iterable[torch.Tensor], written: Any) 
             does = "writes to" if copy.writes else "reads"
             raise RuntimeError(
                 f"{name}: a non-blocking copy still {does} this pinned host tensor. Synchronize its stream, an event "
-                "recorded behind it or the device first: on a GPU the values are undefined until then"
+                "recorded after it or the device first: on a GPU the values are undefined until then"
             )

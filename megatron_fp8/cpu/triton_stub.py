@@ -1,8 +1,7 @@
-"""A `triton` package without kernels, so that modules which only define Triton kernels can be imported.
+"""A `triton` package without kernels, so that modules which define Triton kernels can be imported.
 
-Transformer Engine imports `triton` where it defines kernels for permutation, padding and cross entropy. None
-of them can run on a CPU. Decorating a kernel works here; launching one, or calling anything else of Triton's,
-raises NotImplementedError with its name.
+Transformer Engine does, for permutation, padding and cross entropy. Decorating a kernel works; launching one, or
+calling anything else of Triton's, raises NotImplementedError with its name.
 """
 
 # ruff: noqa: ARG001, ARG002  (the signatures are Triton's)
@@ -22,7 +21,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 class _Name:
-    """Something of Triton's that is named (in an annotation, as an attribute) but cannot be called."""
+    """A name of Triton's that can be mentioned (in an annotation, as an attribute) but not called."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -40,24 +39,20 @@ class _Name:
 
 
 class Kernel:
-    """What `triton.jit` and `triton.autotune` return: refuses to be launched."""
+    """What `triton.jit` and `triton.autotune` return; cannot be launched."""
 
     def __init__(self, function: Any) -> None:
         functools.update_wrapper(self, function)
         self.fn = function
 
-    def __getitem__(self, grid: Any) -> NoReturn:
-        _refuse(self.__name__)  # type: ignore[attr-defined]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(self.__name__)  # type: ignore[attr-defined]
-
     def run(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse(self.__name__)  # type: ignore[attr-defined]
 
+    __call__ = __getitem__ = run
+
 
 class Config:
-    """One tuning candidate: kept, never used."""
+    """A tuning candidate, never used."""
 
     def __init__(self, kwargs: dict[str, Any], **options: Any) -> None:
         self.kwargs = kwargs
@@ -65,7 +60,7 @@ class Config:
 
 
 class constexpr:
-    """A compile-time constant; modules make them when they are imported."""
+    """A compile-time constant, which modules create at import."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -77,7 +72,7 @@ def jit(function: Any = None, **options: Any) -> Any:
 
 
 def decorator_factory(*args: Any, **options: Any) -> Any:
-    """`@triton.autotune(...)` and `@triton.heuristics(...)`: the kernel as it is."""
+    """`@triton.autotune(...)` and `@triton.heuristics(...)`: return the kernel unchanged."""
     return lambda kernel: kernel
 
 
@@ -114,10 +109,8 @@ def _module(name: str, is_package: bool) -> ModuleType:
 
 
 def install_triton() -> None:
-    """Put the stub into `sys.modules`, unless the real Triton is installed.
-
-    Torch must not take the stub for a working Triton: it is asked first, and remembers its answer.
-    """
+    """Put the stub into `sys.modules`, unless Triton is installed."""
+    # Torch caches this answer, and so does not take the stub for a working Triton later.
     from torch.utils._triton import has_triton_package
 
     if not has_triton_package():

@@ -190,7 +190,7 @@ def test_memory_out_of_order_or_out_of_line_is_refused() -> None:
         generic_gemm(A=a, B=b, D=torch.zeros(N, M).t())
     a, b = operand("e4m3 delayed", (N, K), 0), operand("e4m3 delayed", (M, K), 1)
     a._data = torch.cat([torch.zeros(4, dtype=torch.uint8), a._data.flatten()])[4:].view(N, K)
-    with pytest.raises(RuntimeError, match="A of an FP8 GEMM begins 4 bytes past"):
+    with pytest.raises(RuntimeError, match="A of an FP8 GEMM starts 4 bytes past"):
         generic_gemm(A=a, B=b)
 
 

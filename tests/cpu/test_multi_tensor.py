@@ -201,6 +201,12 @@ def test_fused_sgd_follows_torch(decay: float, nesterov: bool, dampening: float)
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
+def l2norm_bound(size: int) -> float:
+    """Bound of the relative error: an FP32 sum of squares of at most 2,048 values rounds each at most that often, the
+    root halves the error, and root and result are rounded once each."""
+    return (min(size, 2048) / 2 + 2) * 2.0**-24
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=4),
@@ -215,9 +221,9 @@ def test_l2norm(sizes: list[int], exponent: int, dtype: torch.dtype) -> None:
     exact = torch.stack([v.double().norm() for v in values])
     assert total.shape == (1,)
     assert total.dtype == torch.float32
-    # A piece's 2,048 squares are added in FP32: some units in the last place, halved by the root.
-    torch.testing.assert_close(each.double(), exact, rtol=1e-6, atol=0)
-    torch.testing.assert_close(total.double(), exact.norm().reshape(1), rtol=1e-6, atol=0)
+    bounds = torch.tensor([l2norm_bound(n) for n in sizes], dtype=torch.float64)
+    assert ((each.double() - exact).abs() <= bounds * exact).all()
+    assert abs(total.double() - exact.norm()) <= bounds.max() * exact.norm()
     scaled, _ = multi_tensor_applier(tex.multi_tensor_unscale_l2norm, flag, [values], torch.tensor([0.25]), False)
     torch.testing.assert_close(scaled * 4, total)
 
@@ -329,7 +335,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "empty tensor": (norm(zeros(0)), "at least one chunk"),
     "other sizes": (scale([FULL], [zeros(15)]), "elements"),
     "gaps": (norm(zeros(4, 8)[:, :4]), "has gaps"),
-    "another order of memory": (scale([FULL], [zeros(4, 4).t()]), "lie differently"),
+    "another order of memory": (scale([FULL], [zeros(4, 4).t()]), "have different strides"),
     "norm of integers": (norm(zeros(4, dtype=torch.int32)), "Unsupported dtype torch.int32"),
     "norm of two dtypes": (norm(FULL, FULL.half()), "Input tensor 1 has dtype"),
     "scaled into FP64": (scale([FULL], [FULL.double()]), "Unsupported dtype torch.float64"),

@@ -173,9 +173,10 @@ DIFFER: dict[str, tuple[list[Call], list[Call], str]] = {
             lambda group: dist.broadcast(of(torch.int64, 2), 0, group=group, async_op=True),
         ],
         [lambda group: dist.broadcast(of(torch.int64, 2), 0, group=group)],
-        r"collective 1 of process group .* of ranks \[0, 1\]: NCCL would wait .*\n"
+        r"collective 1 of process group .* of ranks \[0, 1\]: NCCL would hang .*\n"
         r" *rank 1: broadcast\(int64 x 2, from 0\)\n"
-        r" *rank 0: all_reduce\(SUM, float32 x 4\); then broadcast\(int64 x 2, from 0\)\n.* before, at most 6: nothing",
+        r" *rank 0: all_reduce\(SUM, float32 x 4\); then broadcast\(int64 x 2, from 0\)\n"
+        r" *previous calls of both, at most 6: none",
     ),
     "dtype": (
         [lambda group: dist.all_reduce(of(FLOAT), group=group, async_op=True)],

@@ -1,10 +1,10 @@
-"""The scalar functions behind TE's activations: value, and value with slope, on FP32 blocks.
+"""The scalar functions behind TE's activations (names and constants of its `util/math.h`): value, and value with slope.
 
-Owns the formulas (TE's `util/math.h` names and constants). Must not know shapes, quantizers or gating.
-Every function reads an FP32 tensor of any stride and returns fresh FP32 tensors of its shape; inputs stay
-untouched. Extra keyword arguments are the activation's own parameters.
+Every function takes an FP32 tensor with any strides and returns new FP32 tensors of its shape. Extra keyword arguments
+are the activation's parameters.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ _QGELU_ALPHA = 1.702
 
 @dataclass(frozen=True)
 class Activation:
-    """`value(x)` and `value_and_slope(x)`, both FP32; `formula` is for people."""
+    """`value(x)` and `value_and_slope(x)`; `formula` is for docstrings."""
 
     formula: str
     value: Callable[..., torch.Tensor]
@@ -57,10 +57,6 @@ def _gelu_and_slope(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return value, gate.addcmul_(curvature, argument)
 
 
-def _relu(x: torch.Tensor) -> torch.Tensor:
-    return torch.relu(x)
-
-
 def _relu_and_slope(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.relu(x), (x > 0).float()
 
@@ -74,21 +70,9 @@ def _srelu_and_slope(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return positive.square(), positive.mul_(2)
 
 
-def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return torch.sigmoid(x)
-
-
 def _sigmoid_and_slope(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     value = torch.sigmoid(x)
     return value, torch.addcmul(value, value, value, value=-1)
-
-
-def _qgelu(x: torch.Tensor) -> torch.Tensor:
-    return _swish(x, _QGELU_ALPHA)
-
-
-def _qgelu_and_slope(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _swish_and_slope(x, _QGELU_ALPHA)
 
 
 def _clamped_swish(x: torch.Tensor, limit: float, alpha: float, **_: Any) -> torch.Tensor:
@@ -140,11 +124,15 @@ def _situ_linear_and_slope(x: torch.Tensor, beta2: float, **_: Any) -> tuple[tor
 
 
 GELU = Activation("x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))", _gelu, _gelu_and_slope)
-QGELU = Activation("x sigmoid(1.702 x)", _qgelu, _qgelu_and_slope)
-RELU = Activation("max(x, 0)", _relu, _relu_and_slope)
+QGELU = Activation(
+    "x sigmoid(1.702 x)",
+    functools.partial(_swish, alpha=_QGELU_ALPHA),
+    functools.partial(_swish_and_slope, alpha=_QGELU_ALPHA),
+)
+RELU = Activation("max(x, 0)", torch.relu, _relu_and_slope)
 SRELU = Activation("max(x, 0)^2", _srelu, _srelu_and_slope)
 SILU = Activation("x sigmoid(x)", _swish, _swish_and_slope)
-SIGMOID = Activation("sigmoid(x)", _sigmoid, _sigmoid_and_slope)
+SIGMOID = Activation("sigmoid(x)", torch.sigmoid, _sigmoid_and_slope)
 CLAMPED_SWISH = Activation("c sigmoid(alpha c), c = min(x, limit)", _clamped_swish, _clamped_swish_and_slope)
 CLAMPED_LINEAR = Activation("clamp(x, -limit, limit) + glu_linear_offset", _clamped_linear, _clamped_linear_and_slope)
 SITU_GATE = Activation("beta1 tanh(x/beta1) sigmoid(x)", _situ_gate, _situ_gate_and_slope)

@@ -1,11 +1,10 @@
-"""Activations of `transformer_engine_torch`: element-wise and gated, their gradients, with bias gradients.
+"""Activations of `transformer_engine_torch`: element-wise and gated, with gradients and bias gradients.
 
-Owns the passes over memory: rows are taken in blocks that stay in cache, computed in FP32 and rounded once.
-Formulas are in `activation_math`; must not know modules or recipes.
+Rows are processed in blocks that stay in cache, in FP32, and rounded once. Formulas are in `activation_math`.
 
-Measured beside PyTorch's `silu(a) * b` and its autograd, [2048, 2 x 1376], one thread, interleaved, time of ours /
-time of theirs: forward 1.0 in FP32, 1.06 in BF16 (which theirs rounds twice), backward 0.72 and 0.95. GELU forward is
-0.64 of torch's, whose tanh is slow; backward 1.0.
+Time relative to PyTorch's `silu(a) * b` and its autograd, [2048, 2 x 1376], one thread, interleaved: forward 1.0 in
+FP32, 1.06 in BF16 (which PyTorch rounds twice), backward 0.72 and 0.95. GELU: forward 0.64 (torch's tanh is slow),
+backward 1.0.
 """
 
 import inspect
@@ -18,41 +17,13 @@ from megatron_fp8.cpu.kernels import activation_math as math
 from megatron_fp8.cpu.kernels.activation_math import Activation
 from megatron_fp8.cpu.kernels.quantize import accumulator_dtype, deliver
 
-__all__ = [
-    "clamped_dswiglu",
-    "clamped_swiglu",
-    "dbias_dgelu",
-    "dbias_dqgelu",
-    "dbias_drelu",
-    "dbias_dsilu",
-    "dbias_dsrelu",
-    "dgeglu",
-    "dgelu",
-    "dglu",
-    "dqgeglu",
-    "dqgelu",
-    "dreglu",
-    "drelu",
-    "dsilu",
-    "dsituglu",
-    "dsreglu",
-    "dsrelu",
-    "dswiglu",
-    "geglu",
-    "gelu",
-    "glu",
-    "qgeglu",
-    "qgelu",
-    "reglu",
-    "relu",
-    "silu",
-    "situglu",
-    "sreglu",
-    "srelu",
-    "swiglu",
-]
+__all__ = (
+    "clamped_dswiglu clamped_swiglu dbias_dgelu dbias_dqgelu dbias_drelu dbias_dsilu dbias_dsrelu dgeglu dgelu dglu "
+    "dqgeglu dqgelu dreglu drelu dsilu dsituglu dsreglu dsrelu dswiglu geglu gelu glu qgeglu qgelu reglu relu silu "
+    "situglu sreglu srelu swiglu"
+).split()
 
-# Elements of the input held as FP32 at a time: 1 MiB, which stays in a second- or third-level cache.
+# Elements of the input held as FP32 at a time: 1 MiB, which stays in the L2 or L3 cache.
 _BLOCK_ELEMENTS = 2**18
 
 _Kernel = Callable[..., Any]
@@ -77,8 +48,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _named(kernel: _Kernel, name: str, doc: str) -> _Kernel:
-    kernel.__name__ = kernel.__qualname__ = name
-    kernel.__doc__ = doc
+    kernel.__name__, kernel.__qualname__, kernel.__doc__ = name, name, doc
     return kernel
 
 
@@ -233,9 +203,6 @@ swiglu, dswiglu = _gated("swiglu", math.SILU)
 
 _SITU = (math.SITU_GATE, math.SITU_LINEAR, {"beta1": 4.0, "beta2": 25.0})
 situglu, dsituglu = _gated_forward("situglu", *_SITU), _gated_backward("dsituglu", *_SITU)
-_CLAMPED = (
-    *(math.CLAMPED_SWISH, math.CLAMPED_LINEAR),
-    {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0},
-)
+_CLAMPED = (math.CLAMPED_SWISH, math.CLAMPED_LINEAR, {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0})
 clamped_swiglu = _gated_forward("clamped_swiglu", *_CLAMPED)
 clamped_dswiglu = _gated_backward("clamped_dswiglu", *_CLAMPED)

@@ -1,17 +1,17 @@
-"""Adam of `transformer_engine_torch` over lists of tensors. Must not know optimizers.
+"""Adam of `transformer_engine_torch` over lists of tensors.
 
 `mode` 1 decouples the weight decay (AdamW), 0 adds it to the gradient. For every parameter, all in FP32:
 
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
     p = p - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p)        (mode 1)
 
-(Loshchilov and Hutter, 2019, algorithm 2; TE, `multi_tensor/adam.cu`). FP32 AdamW goes through torch's fused CPU
-kernel, one pass over memory in place of about ten, whose operations come in another order: within rounding of the
-above, and in the last place of `v` depending on where in its storage a value lies. Infinities and NaN in gradients
-propagate; `chunk_size` has no meaning here.
+(Loshchilov and Hutter, 2019, algorithm 2; TE, `multi_tensor/adam.cu`). FP32 AdamW uses torch's fused CPU kernel, one
+pass over memory instead of about ten, in another order of operations: equal up to rounding, and in the last place of
+`v` dependent on a value's position in its storage. Infinities and NaN in gradients propagate; `chunk_size` is ignored.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Adam:
-    """Hyperparameters of one call; `step` counts from 1."""
+    """The hyperparameters; `step` counts from 1."""
 
     lr: float
     beta1: float
@@ -43,12 +43,16 @@ class _Adam:
     weight_decay: float
 
     def update(self, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> None:
-        """Update FP32 `p` and the moments in place; m and v may be of lower precision and are rounded once."""
+        """Update FP32 `p` and the moments in place; lower-precision m and v are rounded once."""
         g = g.float()
         if self.mode == 0 and self.weight_decay != 0:
             g = g.add(p, alpha=self.weight_decay)
         if self.mode == 1 and self.bias_correction and all(t.dtype == torch.float32 for t in (p, m, v)):
-            self._fused(g, p, m, v)
+            options: dict[str, Any] = {"lr": self.lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.epsilon}
+            step = torch.tensor(float(self.step))
+            torch._fused_adamw_(
+                [p], [g], [m], [v], [], [step], **options, weight_decay=self.weight_decay, amsgrad=False, maximize=False
+            )
             return
         m32, v32 = m.float(), v.float()
         m32.mul_(self.beta1).add_(g, alpha=1 - self.beta1)
@@ -63,23 +67,6 @@ class _Adam:
             m.copy_(m32)
         if v32 is not v:
             v.copy_(v32)
-
-    def _fused(self, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> None:
-        torch._fused_adamw_(
-            [p],
-            [g],
-            [m],
-            [v],
-            [],
-            [torch.tensor(float(self.step))],
-            lr=self.lr,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            weight_decay=self.weight_decay,
-            eps=self.epsilon,
-            amsgrad=False,
-            maximize=False,
-        )
 
 
 @torch.no_grad()
@@ -96,7 +83,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Lists g, p, m, v: parameters FP32, BF16 or FP16; or g, p, m, v, master: FP32 masters, rounded into p."""
+    """Lists g, p (FP32, BF16 or FP16), m, v, and possibly FP32 master weights, which are then rounded to p."""
     check_adam(tensor_lists, (4, 5))
     adam = _Adam(lr, beta1, beta2, epsilon, int(step), mode, bias_correction, weight_decay)
     if len(tensor_lists) == 4:
@@ -132,9 +119,9 @@ def multi_tensor_adam_param_remainder(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Lists g, p (BF16), m, v, remainder (int16): the FP32 master is p's 16 bits, then the remainder's.
+    """Lists g, p (BF16), m, v, remainder (int16): the FP32 master weight is p's 16 bits, then the remainder's.
 
-    p is the master rounded half up in its last place, so a negative remainder says that p was rounded up.
+    p is the master weight rounded half up, so a negative remainder means that p was rounded up.
     """
     check_adam(tensor_lists, (5,), [torch.bfloat16])
     check_dtype("Param remainder", tensor_lists[4], torch.int16)
@@ -165,9 +152,9 @@ def multi_tensor_adam_fp8(
     weight_decay: float,
     fp8_dtype: int,
 ) -> None:
-    """Lists g, p (FP8 bytes), m, v, master (FP32), scale, amax, scale_inv: delayed-scaled FP8 parameters.
+    """Lists g, p (FP8 bytes), m, v, master (FP32), scale, amax, scale_inv: FP8 parameters with delayed scaling.
 
-    p is the master times scale as float8; the master's amax is taken into `amax`; `scale_inv` is 1 / scale.
+    p is master times scale as float8; `amax` is raised to the master weight's amax; `scale_inv` is 1 / scale.
     """
     check_adam(tensor_lists, (8,), [torch.uint8, torch_dtype(fp8_dtype)])
     names = ("First moment", "Second moment", "Master param", "Scale", "Absmax", "Scale-inverse")
@@ -196,17 +183,13 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    """Lists g, p, m, v. Gradients are multiplied by `inv_scale` first, in place.
-
-    Nothing is done where `noop_flag` is 1.
-    """
+    """Lists g, p, m, v. Gradients are multiplied by `inv_scale` first, in place. A `noop_flag` of 1 skips all."""
     check_adam_alike(tensor_lists, 4)
     if int(noop_flag) == 1:
         return
     adam = _Adam(float(lr), beta1, beta2, epsilon, int(step), mode, bias_correction, weight_decay)
     for g, p, m, v in zip(*tensor_lists, strict=True):
-        g.mul_(inv_scale.reshape(()))
-        _update_rounded(adam, g, p, m, v)
+        _update_rounded(adam, g.mul_(inv_scale.reshape(())), p, m, v)
 
 
 @torch.no_grad()
@@ -224,13 +207,12 @@ def multi_tensor_adam_capturable_master(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    """Lists g, p, m, v, master (FP32); otherwise as `multi_tensor_adam_capturable`."""
+    """`multi_tensor_adam_capturable` with FP32 master weights as a fifth list."""
     check_adam_alike(tensor_lists, 5)
     check_dtype("Master param", tensor_lists[4])
     if int(noop_flag) == 1:
         return
     adam = _Adam(float(lr), beta1, beta2, epsilon, int(step), mode, bias_correction, weight_decay)
     for g, p, m, v, master in zip(*tensor_lists, strict=True):
-        g.mul_(inv_scale.reshape(()))
-        adam.update(g, master, m, v)
+        adam.update(g.mul_(inv_scale.reshape(())), master, m, v)
         p.copy_(master)

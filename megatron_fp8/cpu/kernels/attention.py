@@ -34,12 +34,11 @@ __all__ = ["fused_attn_bwd", "fused_attn_fwd", "get_fused_attn_backend"]
 
 
 def get_fused_attn_backend(fused_attn_params: Any) -> tuple[NVTE_Fused_Attn_Backend, str]:
-    """The sub-backend for TE's `FusedAttentionParams`, and why there is none.
+    """The sub-backend for TE's `FusedAttentionParams`, and the reason if there is none.
 
-    BF16 and FP16 with any mask, window, dropout, grouped or multi-query heads and every layout except paged KV
-    caches are taken, in head sizes that cuDNN has. TE runs its unfused path for what is refused: FP32 (which
-    `library_patches` brings back to this kernel), FP8 attention, biases, softmax with an offset, and the maximum
-    logit.
+    Supported: BF16 and FP16 with any mask, window, dropout, grouped or multi-query heads and every layout except paged
+    KV caches, in cuDNN's head sizes. TE takes its unfused path otherwise: for FP32 (which `library_patches` sends back
+    to this kernel), FP8 attention, biases, softmax with an offset, and the maximum logit.
     """
     layout = NVTE_QKV_Layout(int(fused_attn_params.qkv_layout)).name
     dtype = torch_dtype(fused_attn_params.qkv_dtype)
@@ -62,7 +61,7 @@ def get_fused_attn_backend(fused_attn_params: Any) -> tuple[NVTE_Fused_Attn_Back
 
 
 def _has_head_dims(params: Any) -> bool:
-    """Whether cuDNN of the version in `library` has kernels for these head sizes, by TE's `fused_attn.cpp`."""
+    """Whether cuDNN of the version in `enums` has kernels for these head sizes, by TE's `fused_attn.cpp`."""
     sizes = (int(params.head_dim_qk), int(params.head_dim_v))
     if any(size % 8 for size in sizes):
         return False
@@ -94,7 +93,7 @@ def _mask(mask_type: Any, window: Sequence[int] | None, bottom_right: bool) -> t
 
 
 def _draw_rng_state(dropout: float, generator: torch.Generator | None) -> torch.Tensor:
-    """`[seed, offset]` int64, of which dropout masks are made; the generator advances only with dropout."""
+    """`[seed, offset]` int64 of the dropout masks; the generator advances only with dropout."""
     state = torch.zeros(2, dtype=torch.int64)
     if dropout > 0.0:
         state[0] = torch.randint(2**62, (), generator=generator)
@@ -102,7 +101,7 @@ def _draw_rng_state(dropout: float, generator: torch.Generator | None) -> torch.
 
 
 def _segment_rules(rules: ScoreRules, index: int) -> ScoreRules:
-    """Dropout masks of their own for every sequence."""
+    """Rules with different dropout masks for every sequence."""
     return ScoreRules(rules.scale, rules.mask, rules.dropout, rules.dropout_seed + index)
 
 
@@ -191,7 +190,7 @@ def fused_attn_fwd(
 
 
 def _working_copy(view: torch.Tensor) -> torch.Tensor:
-    """FP32 `[b, h, s, d]` in that memory order, which saves the kernel a tenth of its time on `[s, b, h, d]`."""
+    """FP32, contiguous as `[b, h, s, d]`, which saves a tenth of the kernel's time on `[s, b, h, d]`."""
     if view.dtype == torch.float32 and view.is_contiguous():
         return view
     return torch.empty(view.shape, dtype=torch.float32).copy_(view)
@@ -252,7 +251,7 @@ def fused_attn_bwd(
 
     aux_ctx_tensors: the forward pass's `[softmax_lse, rng_state]`; o, d_o: its output and the gradient of it,
     in o_format and do_format. Returns `[dq, dk, dv, None, None]` in fake_dtype, of the shapes of q, k, v and
-    packed in memory as dqkv_layout says, zero where padded; the last two stand for bias and softmax offset.
+    packed in memory as dqkv_layout says, zero where padded; the last two are of bias and softmax offset.
     """
     quantizers = (s_quantizer, dp_quantizer, dqkv_quantizer)
     _require_supported(bias_type, softmax_type, {"FP8": any(x is not None for x in quantizers)})

@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Query i attends keys j with `i + shift - left <= j <= i + shift + right`; None is no bound.
+    """Query i attends to keys j with `i + shift - left <= j <= i + shift + right`; None: unbounded.
 
     `shift` is 0 for the top-left diagonal and `num_keys - num_queries` for the bottom-right one.
     """
@@ -24,14 +24,14 @@ class AttentionMask:
 
     @classmethod
     def from_te(cls, causal: bool, window: tuple[int, int] | None, bottom_right: bool) -> "AttentionMask":
-        """From TE's arguments: window `(left, right)`, -1 on a side is no bound; causal bounds the right by 0."""
+        """From TE's arguments: window `(left, right)`, -1: unbounded; causal bounds the right by 0."""
         left, right = window if window is not None else (-1, -1)
         if causal:
             right = 0
         return cls(None if left < 0 else left, None if right < 0 else right, bottom_right)
 
     def shift(self, num_queries: int, num_keys: int) -> int:
-        """Key index that query 0's diagonal lies on."""
+        """Key index of query 0's diagonal."""
         return num_keys - num_queries if self.bottom_right else 0
 
     def is_plain_causal(self, num_queries: int, num_keys: int) -> bool:
@@ -39,11 +39,11 @@ class AttentionMask:
         return self.left is None and self.right == 0 and self.shift(num_queries, num_keys) == 0
 
     def is_full(self) -> bool:
-        """Whether every query attends every key."""
+        """Whether every query attends to every key."""
         return self.left is None and self.right is None
 
     def key_range(self, start: int, stop: int, num_queries: int, num_keys: int) -> tuple[int, int]:
-        """Half-open range of keys that any query in `[start, stop)` attends; may be empty."""
+        """Half-open range, possibly empty, of keys that any query in `[start, stop)` attends to."""
         shift = self.shift(num_queries, num_keys)
         first = 0 if self.left is None else max(0, start + shift - self.left)
         last = num_keys if self.right is None else min(num_keys, stop + shift + self.right)
@@ -55,7 +55,7 @@ _BLOCK_QUERIES = 128
 
 @dataclass(frozen=True)
 class ScoreRules:
-    """What turns `q @ k^T` into probabilities: scale, mask, and dropout with the seed of its masks."""
+    """How `q @ k^T` becomes probabilities: scale, mask, and dropout with the seed of its masks."""
 
     scale: float
     mask: AttentionMask
@@ -65,7 +65,7 @@ class ScoreRules:
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries `[start, stop)` and the keys `[first, last)` that some of them attend."""
+    """Queries `[start, stop)` and the keys `[first, last)` that any of them attends to."""
 
     start: int
     stop: int
@@ -88,7 +88,7 @@ def _grouped(rows: torch.Tensor, num_key_heads: int) -> torch.Tensor:
 
 
 def _forbidden(block: _Block, rules: ScoreRules, num_queries: int, num_keys: int) -> torch.Tensor | None:
-    """Bool `[queries, keys]` of a block, true where attention is not allowed; None where all is."""
+    """Bool `[queries, keys]` of a block, true where masked; None if nothing is."""
     mask, shift = rules.mask, rules.mask.shift(num_queries, num_keys)
     whole_left = mask.left is None or block.first >= block.stop - 1 + shift - mask.left
     whole_right = mask.right is None or block.last - 1 <= block.start + shift + mask.right
@@ -117,7 +117,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, block: _Block, rules: ScoreRules) 
 
 
 def _keep_factors(shape: torch.Size, rules: ScoreRules, generator: torch.Generator) -> torch.Tensor:
-    """0 where a probability is dropped, `1 / (1 - dropout)` where it is kept."""
+    """0 for dropped probabilities, `1 / (1 - dropout)` for kept ones."""
     keep = torch.empty(shape).bernoulli_(1.0 - rules.dropout, generator=generator)
     return keep.div_(1.0 - rules.dropout) if rules.dropout < 1.0 else keep
 
@@ -147,7 +147,7 @@ def _blocks_forward(
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """-inf, of a query that attends nothing, as 0: its probabilities become exp(-inf) = 0 and not NaN."""
+    """-inf, of a query that attends to nothing, as 0: its probabilities become exp(-inf) = 0 instead of NaN."""
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
@@ -188,7 +188,7 @@ def _blocks_backward(
 _aten = torch.ops.aten
 
 
-def _fused_in_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: ScoreRules) -> bool:
+def _is_fused_in_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: ScoreRules) -> bool:
     mask_is_plain = rules.mask.is_full() or rules.mask.is_plain_causal(q.shape[2], k.shape[2])
     return rules.dropout == 0.0 and mask_is_plain and q.shape[3] == v.shape[3] and min(q.shape[2], k.shape[2]) > 0
 
@@ -198,7 +198,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: ScoreRules
 
     q: `[b, h, sq, d]`; k: `[b, hk, sk, d]`; v: `[b, hk, sk, dv]`. A query that attends nothing gives 0 and -inf.
     """
-    if not _fused_in_torch(q, k, v, rules):
+    if not _is_fused_in_torch(q, k, v, rules):
         return _blocks_forward(q, k, v, rules)
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, not rules.mask.is_full(), scale=rules.scale
@@ -216,7 +216,7 @@ def backward(
     rules: ScoreRules,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `forward` for q, k and v. grad, out: `[b, h, sq, dv]`; lse: `[b, h, sq]`."""
-    if not _fused_in_torch(q, k, v, rules):
+    if not _is_fused_in_torch(q, k, v, rules):
         return _blocks_backward(grad, q, k, v, out, lse, rules)
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, not rules.mask.is_full(), scale=rules.scale

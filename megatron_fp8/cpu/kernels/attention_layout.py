@@ -14,22 +14,14 @@ from torch import Tensor
 
 from megatron_fp8.cpu.enums import NVTE_QKV_Format, NVTE_QKV_Layout
 
-__all__ = [
-    "convert_bshd_to_thd",
-    "convert_thd_to_bshd",
-    "copy_to_kv_cache",
-    "thd_get_partitioned_indices",
-]
+__all__ = ["convert_bshd_to_thd", "convert_thd_to_bshd", "copy_to_kv_cache", "thd_get_partitioned_indices"]
 
 _AXES_TO_BHSD = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3)}
 
 
 @dataclass(frozen=True)
 class QkvLayout:
-    """Formats of q and of k, v, and how a packed tensor interleaves them.
-
-    packing: the parts of TE's layout name, such as `("sb3hd",)`, `("sbhd", "sb2hd")`, `("thd", "thd", "thd")`.
-    """
+    """packing: the parts of TE's layout name, such as `("sb3hd",)`, `("sbhd", "sb2hd")`, `("thd", "thd", "thd")`."""
 
     packing: tuple[str, ...]
 
@@ -76,10 +68,8 @@ def shape_like(q: torch.Tensor, q_format: str, out_format: str, head_dim: int) -
 def empty_gradients(
     layout: QkvLayout, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialized dq, dk, dv of the shapes of q, k, v, views of one tensor where the layout packs them.
-
-    Packed as TE's kernel packs them, so that joining them again is free.
-    """
+    """Uninitialized dq, dk, dv, shaped like q, k, v; views of one tensor where the layout packs them, as TE's kernel
+    does, so that concatenating them is free."""
     gradients: list[torch.Tensor] = []
     remaining = list(tensors)
     for part in layout.packing:
@@ -101,7 +91,7 @@ def _empty_part(part: str, tensors: Sequence[torch.Tensor], dtype: torch.dtype) 
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows of one or more equally long sequences: batch and sequence slices of q's and of k, v's view."""
+    """One or more equally long sequences: batch and row slices of the views of q and of k, v."""
 
     q_batch: slice
     q_rows: slice
@@ -139,10 +129,10 @@ def segments(
     cu_seqlens_padded: tuple[torch.Tensor | None, torch.Tensor | None],
     max_seqlens: tuple[int, int],
 ) -> list[Segment]:
-    """The sequences to attend within, in order; one segment for the whole batch where nothing is padded.
+    """The sequences to attend within, in order; one segment for the whole batch if nothing is padded.
 
-    cu_seqlens: cumulative lengths `[b + 1]` of q's and of k, v's sequences; cu_seqlens_padded: where each
-    starts in `thd` tensors, if not at cu_seqlens.
+    cu_seqlens: cumulative lengths `[b + 1]` of q's and of k, v's sequences; cu_seqlens_padded: their starts in `thd`
+    tensors, if other than cu_seqlens.
     """
     dense = "thd" not in (layout.q_format, layout.kv_format)
     if dense and not padded:
@@ -155,7 +145,7 @@ def segments(
 
 
 def _ranges(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    """First and past-the-last token of every sequence."""
+    """First token and end of every sequence."""
     return list(itertools.pairwise(cu_seqlens.tolist()))
 
 
@@ -178,8 +168,8 @@ def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
 def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int) -> Tensor:
     """Tokens of a packed tensor that a context-parallel rank holds, int32 `[total_tokens / world_size]`.
 
-    Every sequence is cut into 2 * world_size equal chunks; a rank holds the one at its place and the one at its place
-    from the end. Raises ValueError for a sequence that cannot be cut so.
+    Every sequence is cut into 2 * world_size equal chunks, of which rank r holds chunk r from the start and chunk r
+    from the end. Raises ValueError for a sequence whose length is not divisible by that.
     """
     parts = []
     for start, stop in _ranges(cu_seqlens):
@@ -212,13 +202,13 @@ def copy_to_kv_cache(
     max_pages_per_seq: int,
     is_non_paged: bool,
 ) -> None:
-    """Put each sequence's new tokens behind those that the caches hold of it.
+    """Append each sequence's new tokens to the caches.
 
-    new_k, new_v: `[b, s, h, d]`, `[s, b, h, d]` or `[t, h, d]` by `qkv_format`; of each sequence its first tokens are
-    new, as many as `cu_new_lens`, int32 cumulative `[b + 1]` or longer, says. `cu_cached_lens`: the same with what is
-    there already. k_cache, v_cache: `[pages, page size, h, d]`, written in place; a page holds
-    `max_seq_len / max_pages_per_seq` tokens. page_table: int32, `max_pages_per_seq` pages of each sequence. With
-    `is_non_paged` sequence i has page i, and before that takes over what is on page `page_table[i]`.
+    new_k, new_v: `[b, s, h, d]`, `[s, b, h, d]` or `[t, h, d]` by `qkv_format`; the first tokens of each sequence are
+    new, as many as `cu_new_lens` (int32, cumulative, `[b + 1]` or longer) says. `cu_cached_lens`: lengths with the new
+    tokens, likewise. k_cache, v_cache: `[pages, page size, h, d]`, written in place; a page holds `max_seq_len /
+    max_pages_per_seq` tokens. page_table: int32, `max_pages_per_seq` pages per sequence. With `is_non_paged`, sequence
+    i has page i, to which page `page_table[i]` is moved first.
     """
     new_lens, lens = cu_new_lens.diff()[:b].tolist(), cu_cached_lens.diff()[:b].tolist()
     pages = page_table.view(-1, max_pages_per_seq)[:b].long()
@@ -235,7 +225,7 @@ def copy_to_kv_cache(
 
 
 def _move_up(sources: list[int], lengths: list[int], *caches: Tensor) -> None:
-    """Close the gaps of sequences that have ended: page i takes the tokens of page `sources[i]`, not before it."""
+    """Close the gaps that finished sequences left: page i gets the tokens of page `sources[i]`, `sources[i] >= i`."""
     for target, (source, length) in enumerate(zip(sources, lengths, strict=True)):
         if source != target:
             for cache in caches:

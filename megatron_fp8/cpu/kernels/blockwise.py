@@ -19,17 +19,14 @@ from torch import Tensor
 
 from megatron_fp8.cpu.kernels.casts import FP8_MAX, decode_fp8, encode_fp8, scale_from_amax, torch_dtype
 
-__all__ = [
-    "fp8_block_scaling_compute_partial_amax",
-    "fp8_block_scaling_partial_cast",
-]
+__all__ = ["fp8_block_scaling_compute_partial_amax", "fp8_block_scaling_partial_cast"]
 
 Tile = tuple[int, int]
 _PARTS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
 
 
 def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
-    """Largest magnitude in each tile of `matrix` `[m, k]`, FP32 `[m tiles, k tiles]`; NaNs are passed over."""
+    """Amax of each tile of `matrix` `[m, k]`, FP32 `[m tiles, k tiles]`; NaNs are ignored."""
     tiles = _tiled(matrix, tile)
     peaks = tiles.abs().amax(dim=(1, 3))
     if torch.isnan(peaks).any():
@@ -38,7 +35,7 @@ def tile_amax(matrix: Tensor, tile: Tile) -> Tensor:
 
 
 def encode_tiles(matrix: Tensor, scale: Tensor, fp8: torch.dtype, tile: Tile) -> Tensor:
-    """Bytes `[m, k]` of `matrix` times its tiles' scales (FP32 `[m tiles, k tiles]`), saturated, to nearest even."""
+    """Bytes `[m, k]` of `matrix` times its tiles' scales, FP32 `[m tiles, k tiles]`."""
     tiles = _tiled(matrix, tile)
     data = torch.empty(tiles.shape, dtype=torch.uint8)
     encode_fp8(tiles, scale[:, None, :, None], fp8, out=data)
@@ -46,14 +43,14 @@ def encode_tiles(matrix: Tensor, scale: Tensor, fp8: torch.dtype, tile: Tile) ->
 
 
 def decode_tiles(data: Tensor, scale_inv: Tensor, fp8: torch.dtype, tile: Tile) -> Tensor:
-    """FP32 numbers `[m, k]` of bytes and their tiles' inverse scales (FP32 `[m tiles, k tiles]`)."""
+    """FP32 values `[m, k]` of bytes and their tiles' inverse scales, FP32 `[m tiles, k tiles]`."""
     values, factor = decode_fp8(data, fp8)
     tiles = _tiled(values.mul_(factor), tile)
     return _untiled(tiles.mul_(scale_inv[:, None, :, None]), data.shape)
 
 
 def _tiled(matrix: Tensor, tile: Tile) -> Tensor:
-    """`[m tiles, rows, k tiles, columns]`, a view where the tiles fit and padded with zeros where not."""
+    """`[m tiles, rows, k tiles, columns]`: a view, or a zero-padded copy if tiles at the edges are smaller."""
     missing = [-size % length for size, length in zip(matrix.shape, tile, strict=True)]
     if any(missing):
         matrix = torch.nn.functional.pad(matrix, (0, missing[1], 0, missing[0]))
@@ -71,8 +68,8 @@ def matrix_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).contiguous()
 
 
-def empty_blocks(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, **options: Any) -> Any:
-    """A tensor of nominal `dtype` with undefined bytes and zero scales, in the layout that TE's quantizer describes."""
+def empty_blocks(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = "cuda", **options: Any) -> Any:
+    """A tensor of nominal `dtype` with undefined bytes and zero scales, laid out as TE's quantizer specifies."""
     described = quantizer.storage_metadata(dtype)
     parts: dict[str, Any] = {name.removeprefix("_"): None for name in _PARTS}
     for name, (part_shape, part_dtype) in quantizer.inner_tensor_specs(tuple(shape)).items():
@@ -86,7 +83,7 @@ def empty_blocks(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, devic
 
 
 def set_usages(output: Any, quantizer: Any) -> None:
-    """Give `output` the buffers of the quantizer's usages and no others, keeping those that it has."""
+    """Give `output` the buffers of the quantizer's usages and no others, keeping existing ones."""
     specs = quantizer.inner_tensor_specs(tuple(output.size()))
     for name in _PARTS:
         if name not in specs:
@@ -98,24 +95,22 @@ def set_usages(output: Any, quantizer: Any) -> None:
 
 
 def missing_usage(storage: Any, columnwise: bool) -> RuntimeError:
-    """The error for a GEMM that reads a usage which the tensor does not hold."""
+    """The error for a GEMM that reads a usage which the tensor lacks."""
     usage = "columnwise" if columnwise else "rowwise"
-    return RuntimeError(
-        f"{type(storage).__name__} holds no {usage} data, which this GEMM reads; see its update_usage()"
-    )
+    return RuntimeError(f"{type(storage).__name__} has no {usage} data, which this GEMM reads; see its update_usage()")
 
 
 _LENGTH = 128
 
 
 def quantize_blockwise(tensor: Tensor, quantizer: Any, output: Any, noop: bool) -> Any:
-    """Quantize `tensor` (FP32, BF16, FP16) by blocks into `output` or a new tensor of the quantizer's usages.
+    """Quantize `tensor` (FP32, BF16, FP16) into `output` or a new tensor with the quantizer's usages.
 
     With 1D blocks, rowwise and columnwise data are two quantizations of `tensor`. Blocks whose amax is 0, infinite or
-    NaN alone get scale 1; those whose scale overflows FP32 get the largest number of tensor's dtype as scale.
+    only NaN get scale 1; those whose scale overflows FP32 get the largest number of tensor's dtype as scale.
     """
     if output is None:
-        output = empty_blockwise(quantizer, tensor.shape, tensor.dtype)
+        output = empty_blocks(quantizer, tensor.shape, tensor.dtype)
     else:
         set_usages(output, quantizer)
     if noop or tensor.numel() == 0:
@@ -136,15 +131,10 @@ def quantize_blockwise(tensor: Tensor, quantizer: Any, output: Any, noop: bool) 
     return output
 
 
-def empty_blockwise(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = "cuda") -> Any:
-    """A tensor of nominal `dtype` with undefined bytes and zero scales."""
-    return empty_blocks(quantizer, shape, dtype, device)
-
-
 def blockwise_values(storage: Any, columnwise: bool) -> tuple[Tensor, float]:
-    """FP32 numbers `[*rest, last]` of one usage, and the factor 1; with 2D blocks both usages hold the same numbers.
+    """FP32 values `[*rest, last]` of one usage, and the factor 1; with 2D blocks both usages have the same values.
 
-    Raises RuntimeError where the tensor does not hold that usage.
+    Raises RuntimeError if the tensor lacks that usage.
     """
     if storage._is_2D_scaled:
         columnwise = storage._rowwise_data is None
@@ -153,19 +143,13 @@ def blockwise_values(storage: Any, columnwise: bool) -> tuple[Tensor, float]:
         raise missing_usage(storage, columnwise)
     fp8, square = torch_dtype(storage._fp8_dtype), storage._is_2D_scaled
     tile = (_LENGTH, _LENGTH) if square else (1, _LENGTH)
-    # Columnwise bytes are a matrix of the same kind, transposed: 1D blocks lie along its last axis too.
+    # Columnwise bytes are the transposed matrix: 1D blocks lie along its last axis too.
     matrix = data.reshape(data.shape[0] if data.dim() else 1, -1) if columnwise else matrix_of(data)
     scale_inv = storage._columnwise_scale_inv if columnwise else storage._rowwise_scale_inv
     tiles = [-(-size // length) for size, length in zip(matrix.shape, tile, strict=True)]
     scale_inv = scale_inv[: tiles[0], : tiles[1]] if square else scale_inv[: tiles[1], : tiles[0]].t()
     values = decode_tiles(matrix.contiguous(), scale_inv, fp8, tile).reshape(data.shape)
     return values.movedim(0, -1) if columnwise and data.dim() else values, 1.0
-
-
-def dequantize_blockwise(storage: Any, dtype: torch.dtype) -> Tensor:
-    """Numbers of the tensor, of its rowwise bytes if it has them, rounded once to `dtype`."""
-    values, _ = blockwise_values(storage, storage._rowwise_data is None)
-    return values.to(dtype).contiguous()
 
 
 def _quantize(matrix: Tensor, quantizer: Any, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -184,14 +168,14 @@ def _store(buffer: Tensor, scale_inv: Tensor) -> None:
 def fp8_block_scaling_compute_partial_amax(
     tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
-    """Write the piece's largest magnitude in each block into `amax`, FP32 `[>= h blocks, >= w blocks]`.
+    """Write the shard's amax in each block to `amax`, FP32 `[>= h blocks, >= w blocks]`, 0 in blocks outside it.
 
-    tensor: FP32 or BF16 `[n]`. Blocks that the piece does not touch get 0; NaNs are passed over.
+    tensor: FP32 or BF16 `[n]`. NaNs are ignored.
     """
     amax.zero_()
     if tensor.numel() == 0:
         return
-    _check_piece(tensor, h, w, start_offset)
+    _check_shard(tensor, h, w, start_offset)
     first, last = _block_rows(tensor, h, w, start_offset, block_len)
     rows = torch.zeros(last - first, w, dtype=tensor.dtype, device=tensor.device)
     rows.view(-1)[start_offset - first * w :][: tensor.numel()].copy_(tensor)
@@ -203,13 +187,13 @@ def fp8_block_scaling_compute_partial_amax(
 def fp8_block_scaling_partial_cast(
     inp: Tensor, out: Tensor, scale: Tensor, h: int, w: int, start_offset: int, block_len: int, out_dtype: Any
 ) -> None:
-    """Write the piece's bytes, times the scales of their blocks, saturated and rounded to nearest even, into `out`.
+    """Write the shard's bytes, quantized with the scales of their blocks, to `out`.
 
     inp: FP32 or BF16 `[n]`; out: uint8 `[n]`; scale: FP32 `[>= h blocks, >= w blocks]`.
     """
     if inp.numel() == 0:
         return
-    _check_piece(inp, h, w, start_offset)
+    _check_shard(inp, h, w, start_offset)
     first, last = _block_rows(inp, h, w, start_offset, block_len)
     blocks = scale[first // block_len : -(-last // block_len), : -(-w // block_len)]
     rows = blocks.repeat_interleave(block_len, dim=0)[: last - first].repeat_interleave(block_len, dim=1)[:, :w]
@@ -217,12 +201,12 @@ def fp8_block_scaling_partial_cast(
     encode_fp8(inp, scales, torch_dtype(out_dtype), out=out)
 
 
-def _block_rows(piece: Tensor, h: int, w: int, start_offset: int, block_len: int) -> tuple[int, int]:
-    """First row and end row of the rows of blocks that the piece touches."""
-    end_row = -(-(start_offset + piece.numel()) // w)
+def _block_rows(shard: Tensor, h: int, w: int, start_offset: int, block_len: int) -> tuple[int, int]:
+    """First and end row of the rows of blocks that the shard overlaps."""
+    end_row = -(-(start_offset + shard.numel()) // w)
     return start_offset // w // block_len * block_len, min(h, -(-end_row // block_len) * block_len)
 
 
-def _check_piece(piece: Tensor, h: int, w: int, start_offset: int) -> None:
-    if start_offset < 0 or start_offset + piece.numel() > h * w:
-        raise ValueError(f"elements {start_offset} to {start_offset + piece.numel()} are not all in {h} x {w}")
+def _check_shard(shard: Tensor, h: int, w: int, start_offset: int) -> None:
+    if start_offset < 0 or start_offset + shard.numel() > h * w:
+        raise ValueError(f"elements {start_offset} to {start_offset + shard.numel()} are not all in {h} x {w}")

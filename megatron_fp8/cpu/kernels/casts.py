@@ -18,11 +18,7 @@ from torch import Tensor
 
 from megatron_fp8.cpu.enums import DType
 
-__all__ = [
-    "FP8TensorMeta",
-    "compute_amax",
-    "fused_amax_and_scale_update_after_reduction",
-]
+__all__ = ["FP8TensorMeta", "compute_amax", "fused_amax_and_scale_update_after_reduction"]
 
 _TORCH_DTYPES = {
     DType.kByte: torch.uint8,
@@ -38,29 +34,26 @@ FP32_MAX = torch.finfo(torch.float32).max
 
 
 def torch_dtype(te_dtype: Any) -> torch.dtype:
-    """The torch dtype of one of TE's: a `DType` of the extension or of TE's Python, or its integer.
-
-    Raises KeyError for FP4, which torch cannot compute with.
-    """
+    """The torch dtype of a TE `DType` (the extension's or TE's Python's) or its integer. Raises KeyError for FP4."""
     return _TORCH_DTYPES[DType(int(te_dtype))]
 
 
-# FP32 numbers in flight at a time, 1 MiB: fewer stay in cache and cost more calls, more do not stay.
+# FP32 values at a time: 1 MiB stays in cache; smaller blocks cost more calls.
 _BLOCK_ELEMENTS = 2**18
 # FP16's exponent bias is 15 and E4M3's is 7.
 _E4M3_PER_FP16 = 256.0
 
 
 def encode_fp8(x: Tensor, scale: Tensor, fp8: torch.dtype, out: Tensor, bound: float = math.inf) -> None:
-    """Write the bytes of `x * scale`, multiplied in FP32, saturated and rounded to nearest even, into `out`.
+    """Write the bytes of `x * scale`, multiplied in FP32, saturated and rounded to nearest even, to `out`.
 
     x: FP32, BF16 or FP16; scale: FP32 with one element, or broadcast over x; out: uint8 of x's shape, any strides.
-    bound: a number that no magnitude in x exceeds, NaNs aside; where it shows that nothing saturates, the clamp is left
-    out. NaN stays NaN; infinities saturate to the largest finite value.
+    bound: an upper bound of |x|, NaNs aside; the clamp is skipped if it rules out saturation. NaN stays NaN; infinities
+    saturate to the largest finite value.
     """
     limit, one_scale = FP8_MAX[fp8], scale.numel() == 1
     factor = scale.reshape(()) if one_scale else scale
-    # A Python float holds the product of two FP32 numbers exactly, and rounding it keeps the order.
+    # The product of two FP32 numbers is exact as a Python float, and rounding is monotonic.
     saturates = not bound * float(factor.amax()) <= limit if factor.numel() else False
     bytes_ = out.view(fp8)
     if one_scale and x.is_contiguous() and out.is_contiguous():
@@ -74,9 +67,9 @@ def encode_fp8(x: Tensor, scale: Tensor, fp8: torch.dtype, out: Tensor, bound: f
 
 
 def decode_fp8(data: Tensor, fp8: torch.dtype) -> tuple[Tensor, float]:
-    """FP32 values and a power of two such that values * power are the float8 numbers in the bytes, exactly.
+    """FP32 values and a power of two whose product is exactly the float8 values of `data` (uint8, any shape).
 
-    data: uint8, any shape. The power goes into a GEMM's `alpha`, where it costs nothing. NaN stays NaN.
+    The power goes into a GEMM's `alpha`, where it is free. NaN stays NaN.
     """
     if fp8 == torch.float8_e5m2:
         # An E5M2 byte is the upper half of the FP16 number of the same value.
@@ -84,8 +77,8 @@ def decode_fp8(data: Tensor, fp8: torch.dtype) -> tuple[Tensor, float]:
         return bits.view(torch.float16).to(torch.float32), 1.0
     if _has_e4m3_nan(data):
         return data.view(fp8).to(torch.float32), 1.0
-    # Sign-extended and shifted by 7, the byte's sign, exponent and mantissa lie where FP16 has its own, but for bit
-    # 14, which then holds a second copy of the sign.
+    # Sign-extended and shifted by 7, the byte's sign, exponent and mantissa are at FP16's positions, except that bit 14
+    # is a second copy of the sign.
     bits = data.view(torch.int8).to(torch.int16).mul_(128).bitwise_and_(~0x4000)
     return bits.view(torch.float16).to(torch.float32), _E4M3_PER_FP16
 
@@ -98,10 +91,7 @@ def _has_e4m3_nan(data: Tensor) -> bool:
 
 
 def tensor_amax(x: Tensor) -> Tensor:
-    """Largest magnitude in `x` as FP32 `[]`; 0 for an empty tensor.
-
-    NaNs are passed over, as by the `fmaxf` of TE's kernels, and infinities are not: a NaN shows in the bytes.
-    """
+    """Amax of `x` as FP32 `[]`, 0 for an empty tensor. NaNs are ignored, as by `fmaxf` in TE's kernels."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32)
     result = _peak(x)
@@ -117,7 +107,7 @@ def _peak(x: Tensor) -> Tensor:
 
 @dataclass
 class FP8TensorMeta:
-    """Scales and amax history of a module's FP8 tensors, as TE's operation API fills them in."""
+    """Scales and amax history of a module's FP8 tensors, filled in by TE's operation API."""
 
     scale: Tensor | None = None
     scale_inv: Tensor | None = None
@@ -134,18 +124,16 @@ def fused_amax_and_scale_update_after_reduction(
 ) -> None:
     """Enter the reduced amaxes into the histories, roll them, and compute the next scales, all in place.
 
-    amax_reduction_buffer: FP32, the amaxes of all modules one after the other; empty where nothing was reduced, and
-    then row 0 of each history stands. Each history is FP32 `[history_length, operands]`, of any length, each scale
-    FP32 `[operands]`. amax_compute_algo: `max` over the history or `most_recent`. Row 0 of a history is the step
-    that just ended; afterwards it is 0 and that step stands in the last row.
+    amax_reduction_buffer: FP32, the amaxes of all modules, concatenated; if empty, row 0 of each history is used. Each
+    history is FP32 `[history_length, operands]`, each scale FP32 `[operands]`. amax_compute_algo: `max` over the
+    history or `most_recent`; ValueError for another. Row 0 of a history is the step that just ended; afterwards it is 0
+    and that step is the last row.
 
-    `scale = fp8_max / amax / 2^margin`. Degenerate amaxes: 0, infinite or NaN (also somewhere in the history with
-    `max`) keep the old scale; so small that the scale overflows gives the FP32 maximum. Source: TE's Python,
-    `quantization.py`, `_default_get_amax_and_update_history` and `_default_sf_compute`, to which this is equal bit
-    for bit: `number / tensor` of torch multiplies with the reciprocal. TE's CUDA kernel divides, which may differ in
-    the last bit, and passes over NaNs, which its quantize kernels never write.
-
-    Raises ValueError for another algorithm.
+    `scale = fp8_max / amax / 2^margin`. An amax of 0, infinity or NaN (with `max`, anywhere in the history) keeps the
+    old scale; one so small that the scale overflows gives the FP32 maximum. Bitwise equal to TE's Python
+    (`quantization.py`, `_default_get_amax_and_update_history` and `_default_sf_compute`): `number / tensor` in torch
+    multiplies by the reciprocal. TE's CUDA kernel divides, which may differ in the last bit, and ignores NaNs, which
+    its quantize kernels never write.
     """
     if amax_compute_algo not in ("max", "most_recent"):
         raise ValueError(f"amax_compute_algo is {amax_compute_algo!r}; use 'max' or 'most_recent'")
@@ -157,10 +145,9 @@ def fused_amax_and_scale_update_after_reduction(
     whole = amax_compute_algo == "max"
     amaxes = torch.cat([history.amax(dim=0) if whole else history[0] for history in amax_histories])
     for history in amax_histories:
-        # The oldest row falls out; the newest goes to the end.
         history.copy_(torch.roll(history, -1, 0))
         history[0].zero_()
-    # All modules at once: an operation costs more than these few numbers.
+    # All modules at once: the cost is per operation.
     new = (FP8_MAX[torch_dtype(fp8_dtype)] / amaxes) / (2**margin)
     new = torch.where(torch.isfinite(amaxes) & (amaxes > 0), new, torch.cat(scales))
     new = torch.where(torch.isinf(new), FP32_MAX, new)
@@ -170,14 +157,14 @@ def fused_amax_and_scale_update_after_reduction(
 def scale_from_amax(
     amax: Tensor, fp8_max: float, force_pow_2_scales: bool, epsilon: float, overflow: float = FP32_MAX
 ) -> Tensor:
-    """Scales for blocks or tensors whose largest magnitudes are `amax` (FP32, any shape), of the same shape.
+    """Scales for blocks or tensors with amaxes `amax` (FP32, any shape), of the same shape.
 
-    Degenerate amaxes: below `epsilon` counts as epsilon; 0, infinite or NaN gives 1; so small that the scale is
-    infinite gives `overflow`. `force_pow_2_scales` rounds down to a power of two. Source: TE,
-    `common/recipe/recipe_common.cuh`, `compute_scale_from_amax`.
+    An amax below `epsilon` counts as epsilon; 0, infinity or NaN gives scale 1; one so small that the scale is infinite
+    gives `overflow`. `force_pow_2_scales` rounds down to a power of two. Source: TE's `recipe_common.cuh`,
+    `compute_scale_from_amax`.
     """
     amax = torch.where(amax < epsilon, epsilon, amax)
-    # `fp8_max / amax` would multiply with the reciprocal and round twice.
+    # `fp8_max / amax` would multiply by the reciprocal and round twice.
     scale = torch.div(torch.tensor(fp8_max), amax)
     scale = torch.where(torch.isinf(scale), overflow, scale)
     if force_pow_2_scales:
@@ -187,5 +174,5 @@ def scale_from_amax(
 
 
 def compute_amax(input: Tensor, amax: Tensor) -> None:
-    """Write the largest magnitude of `input` (FP32, BF16 or FP16) into `amax`, FP32 with one element."""
+    """Write the amax of `input` (FP32, BF16 or FP16) to `amax`, FP32 with one element."""
     amax.fill_(tensor_amax(input))

@@ -1,9 +1,9 @@
-"""Per-tensor scaled FP8: quantization with delayed or current scaling into TE's `Float8Tensor` and its storage.
+"""Per-tensor scaled FP8: delayed and current scaling into TE's `Float8Tensor` and its storage.
 
-Columnwise data (`_transpose`, `[last, *rest]`) is a strided view of the rowwise bytes: the GEMM here reads any
-layout, a copy would only cost time and memory, and a view cannot go stale. TE's Python communicates rowwise bytes
-only with these quantizers (`distributed._all_gather_fp8`, the distributed optimizer's shards) and asks for the
-transpose again afterwards. A tensor with columnwise usage alone keeps only the view. Must not know GEMMs or modules.
+Columnwise data (`_transpose`, `[last, *rest]`) is a view of the rowwise bytes: the GEMM here reads any layout, and a
+view costs nothing and cannot become stale. TE's Python communicates only rowwise bytes with these quantizers
+(`distributed._all_gather_fp8`, the distributed optimizer's shards) and transposes afterwards. A tensor with columnwise
+usage alone keeps only the view.
 """
 
 from collections.abc import Sequence
@@ -12,22 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp8.cpu.kernels.casts import (
-    FP8_MAX,
-    decode_fp8,
-    encode_fp8,
-    scale_from_amax,
-    tensor_amax,
-    torch_dtype,
-)
+from megatron_fp8.cpu.kernels.casts import FP8_MAX, decode_fp8, encode_fp8, scale_from_amax, tensor_amax, torch_dtype
 
 
 def quantize_float8(tensor: Tensor, quantizer: Any, output: Any, noop: bool) -> Any:
-    """Quantize `tensor`, FP32, BF16 or FP16 of any shape, into `output` or a new tensor of the quantizer's usages.
+    """Quantize `tensor`, FP32, BF16 or FP16 of any shape, into `output` or a new tensor with the quantizer's usages.
 
-    Delayed scaling quantizes with the scale that stands and then leaves the larger of the tensor's amax and
-    `quantizer.amax` there; an empty `quantizer.amax` records nothing. Current scaling takes the scale from the
-    tensor's own amax, the maximum over the quantizer's group if it has one. `noop` leaves values and amax alone.
+    Delayed scaling uses the quantizer's scale and raises `quantizer.amax`, unless that is empty, to the tensor's amax.
+    Current scaling computes the scale from the tensor's amax, maximized over the quantizer's group if it has one.
+    `noop` leaves values and amax unchanged.
     """
     if output is None:
         output = empty_float8(quantizer, tensor.shape, tensor.dtype)
@@ -64,9 +57,9 @@ def empty_float8(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, devic
 
 
 def float8_values(storage: Any, columnwise: bool) -> tuple[Tensor, float]:
-    """FP32 values `[*rest, last]` of a tensor and the factor that makes them its numbers.
+    """FP32 values `[*rest, last]`, to be multiplied with the factor returned; the same for both usages.
 
-    One copy serves both usages, so `columnwise` does not matter. Raises RuntimeError where the tensor has no data.
+    Raises RuntimeError if the tensor has no data.
     """
     del columnwise
     values, factor = decode_fp8(rowwise_bytes(storage), torch_dtype(storage._fp8_dtype))
@@ -76,7 +69,7 @@ def float8_values(storage: Any, columnwise: bool) -> tuple[Tensor, float]:
 def dequantize_float8(storage: Any, dtype: torch.dtype) -> Tensor:
     """`fp8 * scale_inv` in FP32, rounded once to `dtype`."""
     values, factor = decode_fp8(rowwise_bytes(storage), torch_dtype(storage._fp8_dtype))
-    # Two factors, because their product may overflow where each does not.
+    # One by one, because the product of the factors may overflow.
     return values.mul_(factor).mul_(storage._scale_inv.reshape(())).to(dtype)
 
 
@@ -86,7 +79,7 @@ def columnwise_view(data: Tensor) -> Tensor:
 
 
 def rowwise_bytes(storage: Any) -> Tensor:
-    """The bytes in logical order, whichever of the two usages the tensor keeps."""
+    """The bytes in logical order, from whichever usage the tensor has."""
     if storage._data is not None:
         return storage._data
     transpose = storage._transpose
@@ -96,7 +89,7 @@ def rowwise_bytes(storage: Any) -> Tensor:
 
 
 def _set_usages(output: Any, quantizer: Any) -> None:
-    """Give `output` the quantizer's dtype and usages over the bytes that it has, as TE's extension does."""
+    """Give `output` the quantizer's dtype and usages, keeping its bytes, as TE's extension does."""
     if output._data is None:
         output._transpose_invalid = False
     data = rowwise_bytes(output)
@@ -107,7 +100,7 @@ def _set_usages(output: Any, quantizer: Any) -> None:
 
 
 def _scale(peak: Tensor, quantizer: Any) -> Tensor:
-    """FP32 scale `[1]` for a tensor whose largest magnitude is `peak`; delayed scaling also records that."""
+    """FP32 scale `[1]` for a tensor with amax `peak`, which delayed scaling records."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     if isinstance(quantizer, Float8Quantizer):

@@ -1,11 +1,10 @@
-"""The GEMM of `transformer_engine_torch`. Must not know modules or recipes.
+"""The GEMM of `transformer_engine_torch`.
 
-Products of BF16, FP16 and float8 values are exact in FP32, and FP32 is what the tensor cores accumulate in: every
-operand is widened to FP32 without its scale, one SGEMM multiplies, and the scales go into its `alpha`. On two AMD Zen 3
-cores, which have no BF16 arithmetic, torch's BF16 matmul runs at 0.03 to 0.1 of that. CPUs that have it multiply the
-same FP32 operands in BF16 (exactly, as the values fit) with FP32 accumulation, through oneDNN.
-
-Only `out=` forms of torch's matrix products are called: autocast would run the others in BF16.
+Products of BF16, FP16 and float8 values are exact in FP32, in which tensor cores accumulate: operands are widened to
+FP32 without their scales, which go into the `alpha` of one SGEMM. On two AMD Zen 3 cores, which have no BF16
+arithmetic, torch's BF16 matmul has 0.03 to 0.1 of that speed. CPUs with BF16 arithmetic multiply the FP32 operands in
+BF16 (exactly, as the values fit) with FP32 accumulation, through oneDNN. Only `out=` forms are called: autocast would
+run others in BF16.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from megatron_fp8.cpu.kernels.casts import torch_dtype
 from megatron_fp8.cpu.kernels.gemm_limits import Epilogue, check_gemm, describe
-from megatron_fp8.cpu.kernels.quantize import format_of, quantize
+from megatron_fp8.cpu.kernels.quantize import format_of, quantize, quantizes_accumulators
 
 __all__ = ["generic_gemm"]
 
@@ -30,7 +29,7 @@ _NATIVE_BF16 = torch.backends.mkldnn.is_available() and (
 
 @dataclass(frozen=True)
 class _Operand:
-    """FP32 matrix `[rows, columns]`, the factor that makes it the operand, and whether BF16 holds its values."""
+    """FP32 matrix `[rows, columns]`; `factor` times it is the operand; `fits_bf16`: BF16 represents it exactly."""
 
     matrix: Tensor
     factor: float
@@ -70,8 +69,8 @@ def generic_gemm(
     Without D the result has `output_dtype` (A's if None) or is quantized with `quantizer`. FP32 accumulators
     are rounded once; delayed scaling of FP8 operands quantizes the accumulators, other quantizers the rounded values.
 
-    Without `grad`, `bias` `[n]` is added and `gelu` applies GELU (tanh form). With it, `bias` asks for the bias
-    gradient, the sum of B over its rows in D's dtype, and `gelu` multiplies with GELU's derivative at `gelu_in`.
+    Without `grad`, `bias` `[n]` is added and `gelu` applies GELU (tanh form). With it, any `bias` requests the bias
+    gradient, the sum of B over its rows in D's dtype, and `gelu` multiplies by GELU's derivative at `gelu_in`.
 
     Returns [D, bias gradient or None, values before GELU or None, extra_output]. Raises NotImplementedError for
     overlapped communication and unknown formats, RuntimeError for what TE or cuBLASLt refuse (`gemm_limits`).
@@ -84,7 +83,7 @@ def generic_gemm(
     _check_output(D, dtype, shape)
     _check_beta(D, accumulate, beta)
     if 0 not in sizes:
-        in_kernel = _quantizes_in_kernel(quantizer, quantized)
+        in_kernel = quantized and quantizes_accumulators(quantizer)
         output = torch_dtype(quantizer.dtype) if in_kernel else dtype
         biased = None if bias is None else bias.dtype if not grad else dtype
         epilogue = Epilogue(output, biased, gelu, grad, accumulate, use_split_accumulator)
@@ -127,7 +126,7 @@ def _multiply(
         addend, beta, bias = bias.to(torch.float32), 1.0, None
     factor, in_bf16 = alpha * left.factor * right.factor, left.fits_bf16 and right.fits_bf16
     if abs(factor) > torch.finfo(torch.float32).max:
-        # Both operands are huge. Scaled one by one they make infinity where the product is, and 0 where it is 0.
+        # Both operands are huge. Scaled separately, the product is infinite where it should be, and 0 where it is 0.
         rows, columns, factor, in_bf16 = rows * left.factor, columns * right.factor, alpha, False
     with _bf16_products(_NATIVE_BF16 and in_bf16):
         torch.addmm(addend, rows, columns, beta=beta, alpha=factor, out=flat)
@@ -180,7 +179,7 @@ def _output_dtype(A: Any, D: Any, output_dtype: Any) -> torch.dtype:
 
 def _sizes(A: Any, transa: bool, B: Any, transb: bool) -> tuple[tuple[int, int, int], list[int]]:
     """m, n and k of `gemm_limits`, and the result's shape: `[*leading axes of B, m]`, or `[n, m]` for the weight
-    gradient, which sums over B's rows. Raises RuntimeError where A and B do not fit."""
+    gradient, which sums over B's rows. Raises RuntimeError if A and B do not match."""
     a, b = A.size(), B.size()
     rows_a, rows_b = math.prod(a[:-1]), math.prod(b[:-1])
     k, k_of_b = (a[-1] if transa else rows_a), (rows_b if transb else b[-1])
@@ -211,17 +210,10 @@ def _check_beta(D: Any, accumulate: bool, beta: float | None) -> None:
         raise RuntimeError("Trying to use non-zero beta while not accumulating into D tensor")
 
 
-def _quantizes_in_kernel(quantizer: Any, fp8_operands: bool) -> bool:
-    """Whether the GEMM's kernel writes FP8: delayed scaling of FP8 operands."""
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-
-    return fp8_operands and isinstance(quantizer, Float8Quantizer)
-
-
 def _deliver(total: Tensor, dtype: torch.dtype, D: Any, quantizer: Any, fp8_operands: bool) -> Any:
     if quantizer is None:
         return total.to(dtype) if D is None else D.copy_(total)
-    fused = _quantizes_in_kernel(quantizer, fp8_operands)
+    fused = fp8_operands and quantizes_accumulators(quantizer)
     if D is None:
         D = format_of(quantizer).empty(quantizer, total.shape, dtype, "cuda")
     return quantize(total if fused else total.to(dtype), quantizer, D)

@@ -1,10 +1,10 @@
-"""What `generic_gemm` refuses: the checks of Transformer Engine, and those of cuBLASLt behind them.
+"""What `generic_gemm` refuses: the checks of Transformer Engine and of cuBLASLt.
 
 Sources: TE's `cublaslt_gemm.cu` (`CanonicalizeGemmInput`, `cublas_gemm`) and `gemm.cpp`, TE's
 `test_float8_blockwise_gemm_exact.py`, and the tables of `cublasLtMatmul` in cuBLAS's documentation. In BLAS's order of
 axes the product is `m x n`, summed over k: m the columns of the result, n its rows. Hopper's FP8 GEMMs read both
-operands along k ("TN"), so where an operand is given the other way its columnwise data is read; later GPUs read any
-layout of FP8 with one scale a tensor. Must not know how a product is computed.
+operands along k ("TN"), so the columnwise data of operands given the other way; later GPUs read any layout of
+per-tensor scaled FP8.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from megatron_fp8.cpu.kernels.casts import torch_dtype
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-# Dtypes of the result by those of the operands (both alike), and of the bias by the result of FP8 operands.
+# Dtypes of the result by the operands' common dtype, and of the bias by the result of FP8 operands.
 _OUTPUTS = {_FP32: (_FP32,), _BF16: (_BF16, _FP32), _FP16: (_FP16, _FP32)}
 _FP8_BIAS = {_BF16: (_BF16,), _FP16: (_FP16,), _FP32: (_BF16,), _FP8[0]: (_BF16, _FP16), _FP8[1]: (_BF16, _FP16)}
 _ALIGNMENT_BYTES = 16
@@ -25,7 +25,7 @@ _ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class Operand:
-    """One side of a GEMM. `scaling`: "" of a plain tensor, "tensor", "1D blocks", "2D blocks" or "MXFP8"."""
+    """One side of a GEMM. `scaling`: "" for a plain tensor, "tensor", "1D blocks", "2D blocks" or "MXFP8"."""
 
     name: str
     scaling: str
@@ -35,18 +35,16 @@ class Operand:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether its bytes are float8 numbers."""
         return bool(self.scaling)
 
     @property
     def in_blocks(self) -> bool:
-        """Whether it has FP32 scales for blocks of 128."""
         return self.scaling.endswith("blocks")
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What is done to the result: `bias` is added, or with `grad` summed over B's rows; likewise GELU."""
+    """What is done to the result: `bias` is added or, with `grad`, its gradient computed; likewise GELU."""
 
     output: torch.dtype
     bias: torch.dtype | None
@@ -57,8 +55,8 @@ class Epilogue:
 
 
 def describe(name: str, operand: Any) -> Operand:
-    """The operand `name`, "A" or "B". Raises RuntimeError for a plain tensor of a dtype that TE's GEMM does not take,
-    or one whose memory is not in order, which TE would read as if it were."""
+    """The operand `name`, "A" or "B". Raises RuntimeError for a plain tensor of an unsupported dtype, or that is not
+    contiguous, which TE would read as if it were."""
     if isinstance(operand, Tensor) and not hasattr(operand, "_quantizer"):
         if operand.dtype not in _OUTPUTS:
             raise RuntimeError(f"GEMM operand {name} is {operand.dtype}; TE's GEMM takes FP32, BF16, FP16 and FP8")
@@ -78,10 +76,7 @@ def describe(name: str, operand: Any) -> Operand:
 def check_gemm(
     a: Operand, transa: bool, b: Operand, transb: bool, sizes: tuple[int, int, int], epilogue: Epilogue, out: Any
 ) -> None:
-    """Raise RuntimeError for a GEMM that TE or cuBLASLt refuses on the emulated GPU.
-
-    sizes: m, n, k, none of them 0; out: the tensor to write, None for a new one.
-    """
+    """Raise RuntimeError for a GEMM that TE or cuBLASLt refuses on the emulated GPU. sizes: m, n, k, none of them 0."""
     _check_scaling(a, b)
     any_layout = a.scaling == "tensor" and torch.cuda.get_device_capability() >= (10, 0)
     for operand, along_k in ((a, transa), (b, not transb)):
@@ -105,7 +100,7 @@ def _check_scaling(a: Operand, b: Operand) -> None:
 
 
 def _check_usage(operand: Operand, along_k: bool, any_layout: bool) -> None:
-    """`along_k`: whether rowwise data lies along the summed axis."""
+    """`along_k`: whether rowwise data is contiguous along the summed axis."""
     if not operand.is_fp8:
         return
     if operand.rowwise is None and operand.columnwise is None:
@@ -168,12 +163,12 @@ def _check_fp8_sizes(
 
 
 def _check_addresses(a: Operand, a_along_k: bool, b: Operand, b_along_k: bool, out: Any) -> None:
-    # Columnwise data may be a view here where a GPU has a copy, whose address says nothing.
+    # Columnwise data may be a view here, a copy with another address on a GPU.
     read = [(x.name, x.rowwise) for x, along_k in ((a, a_along_k), (b, b_along_k)) if along_k]
     for name, data in [*read, ("D", out if isinstance(out, Tensor) and not hasattr(out, "_quantizer") else None)]:
         if data is not None and data.data_ptr() % _ALIGNMENT_BYTES:
             raise RuntimeError(
-                f"Unable to find any suitable algorithms: {name} of an FP8 GEMM begins"
+                f"Unable to find any suitable algorithms: {name} of an FP8 GEMM starts"
                 f" {data.data_ptr() % _ALIGNMENT_BYTES} bytes past a multiple of {_ALIGNMENT_BYTES}"
             )
 

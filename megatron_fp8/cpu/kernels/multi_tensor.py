@@ -12,14 +12,10 @@ from torch import Tensor
 
 from megatron_fp8.cpu.kernels.casts import scale_from_amax
 
-__all__ = [
-    "multi_tensor_compute_scale_and_scale_inv",
-    "multi_tensor_l2norm",
-    "multi_tensor_scale",
-    "multi_tensor_scale_tensor",
-    "multi_tensor_sgd",
-    "multi_tensor_unscale_l2norm",
-]
+__all__ = (
+    "multi_tensor_compute_scale_and_scale_inv multi_tensor_l2norm multi_tensor_scale multi_tensor_scale_tensor "
+    "multi_tensor_sgd multi_tensor_unscale_l2norm"
+).split()
 
 Lists = Sequence[Sequence[Tensor]]
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -29,10 +25,11 @@ _SGD = {(_FP16, _FP16, False), (_FP32, _FP32, False), (_FP16, _FP32, True), (_FP
 
 
 def check_lists(lists: Lists, counts: Sequence[int], per_element: int | None = None) -> None:
-    """Raise RuntimeError unless there are as many lists as one of `counts`, of equally many tensors, and not of none.
+    """Raise RuntimeError unless the number of lists is one of `counts`, and they have equally many tensors, at least
+    one.
 
-    per_element: how many of the lists the kernel walks element by element, None: all. It reads and writes them in the
-    order of memory, for as many elements as the first has.
+    per_element: how many lists, None: all, the kernel processes element by element, in memory order and for as many
+    elements as the first has.
     """
     if not lists:
         raise RuntimeError("List of tensors is empty.")
@@ -43,7 +40,7 @@ def check_lists(lists: Lists, counts: Sequence[int], per_element: int | None = N
         expected = " or ".join(map(str, counts))
         raise RuntimeError(f"Expected {expected} tensor lists, but found {len(lists)}")
     if not lists[0]:
-        raise RuntimeError("the lists hold no tensors, and TE reads the dtype of the first")
+        raise RuntimeError("the lists have no tensors, and TE reads the dtype of the first")
     for index, together in enumerate(zip(*lists[:per_element], strict=True)):
         _check_memory(index, together)
 
@@ -57,12 +54,12 @@ def _check_memory(index: int, tensors: tuple[Tensor, ...]) -> None:
     for tensor in tensors:
         if tensor.numel() != first.numel():
             sizes = [each.numel() for each in tensors]
-            raise RuntimeError(f"the tensors at {index} have {sizes} elements; TE takes the first's number for all")
+            raise RuntimeError(f"the tensors at {index} have {sizes} elements; TE assumes the first's number for all")
         if not _is_dense(tensor):
             raise RuntimeError(f"a tensor at {index} has gaps (strides {tensor.stride()}), which TE would not skip")
         if not _alike(tensor, first):
             strides = [each.stride() for each in tensors]
-            raise RuntimeError(f"the tensors at {index} lie differently in memory, strides {strides}; TE walks memory")
+            raise RuntimeError(f"the tensors at {index} have different strides {strides}; TE reads memory in order")
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -75,7 +72,7 @@ def _alike(tensor: Tensor, first: Tensor) -> bool:
 
 
 def check_floats(name: str, tensors: Sequence[Tensor], allowed: Sequence[torch.dtype] = _FLOATS) -> None:
-    """Raise RuntimeError unless all `tensors` are of the first's dtype, and that is one of `allowed`."""
+    """Raise RuntimeError unless all `tensors` have the first's dtype, and that is one of `allowed`."""
     first = tensors[0].dtype
     for index, tensor in enumerate(tensors):
         if tensor.dtype != first:
@@ -86,9 +83,9 @@ def check_floats(name: str, tensors: Sequence[Tensor], allowed: Sequence[torch.d
 
 
 def check_adam(lists: Lists, count: Sequence[int], parameters: Sequence[torch.dtype] = _FLOATS) -> None:
-    """Raise RuntimeError for lists g, p, m, v, of which TE's Adam refuses the number, memory or dtypes.
+    """Raise RuntimeError for lists g, p, m, v, ... whose number, memory layout or dtypes TE's Adam refuses.
 
-    A fifth list is masters or remainders, and what follows it one value a tensor. parameters: dtypes that p may have.
+    A fifth list is master weights or remainders; later ones have one value per tensor. parameters: allowed dtypes of p.
     """
     check_lists(lists, count, per_element=5)
     check_floats("Grad", lists[0])
@@ -102,7 +99,7 @@ def check_adam(lists: Lists, count: Sequence[int], parameters: Sequence[torch.dt
 
 
 def check_adam_alike(lists: Lists, count: int) -> None:
-    """`check_adam` of the capturable forms, where gradients and parameters have one dtype."""
+    """`check_adam` for the capturable forms, where gradients and parameters have the same dtype."""
     check_adam(lists, (count,))
     if lists[0][0].dtype != lists[1][0].dtype:
         raise RuntimeError(f"Param tensor 0 has dtype={lists[1][0].dtype}, but expected dtype={lists[0][0].dtype}")
@@ -129,13 +126,13 @@ def check_sgd(lists: Lists) -> None:
             )
 
 
-# torch sums a whole tensor in a few FP32 lanes: its norm of 4 million values is 9e-5 too small, of 33 million 2e-3.
-# Norms of pieces this long are right to 1e-9 together, and as fast (0.9 of the time, interleaved).
+# torch sums a tensor in a few FP32 lanes: its norm of 4 million values is 9e-5 too small, of 33 million 2e-3. Norms of
+# pieces of this length, combined, are correct to 1e-9, and as fast (0.9 of the time, interleaved).
 _PIECE_ELEMENTS = 2048
 
 
 def _piece_norms(tensor: Tensor) -> Tensor:
-    """FP32 L2 norms of consecutive pieces of a tensor, which lose nothing when they are added up in FP64."""
+    """FP32 L2 norms of consecutive pieces of a tensor, to be combined in FP64."""
     flat = tensor.reshape(-1)
     whole = flat.numel() // _PIECE_ELEMENTS * _PIECE_ELEMENTS
     norms = torch.linalg.vector_norm(flat[:whole].view(-1, _PIECE_ELEMENTS), dim=1, dtype=torch.float32)
@@ -163,7 +160,7 @@ def multi_tensor_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """L2 norm over all tensors of the one list, FP32 `[1]`, and with `per_tensor_python` of each, `[num_tensors]`.
 
-    NaN and infinities propagate, and so does a sum of 2048 squares that exceeds FP32.
+    NaN and infinities propagate, as does overflow of a sum of 2048 squares.
     """
     check_lists(tensor_lists, (1,))
     (tensors,) = tensor_lists
@@ -178,7 +175,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: Tensor,
     per_tensor_python: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`multi_tensor_l2norm` of the tensors times `inv_scale` (FP32 `[1]`), which stay as they are."""
+    """`multi_tensor_l2norm` of the tensors times `inv_scale` (FP32 `[1]`), without changing them."""
     check_lists(tensor_lists, (1,))
     (tensors,) = tensor_lists
     check_floats("Input", tensors)
@@ -186,7 +183,7 @@ def multi_tensor_unscale_l2norm(
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    # Finite norms prove finite values in half the time of a look at each; only huge values need that look.
+    # Finite norms imply finite values, in half the time of checking each; only huge values need that check.
     return bool(torch.isfinite(_piece_norms(tensor)).all()) or bool(torch.isfinite(tensor).all())
 
 
@@ -196,9 +193,9 @@ def multi_tensor_scale(
     tensor_lists: list[list[Tensor]],
     scale: float,
 ) -> None:
-    """Write `source * scale` (FP32) into each destination; lists are sources, destinations (which may be the same).
+    """Write `source * scale` (FP32) to each destination; lists are sources and destinations (may be the same).
 
-    Sets `noop_flag` to 1 where a source is not finite.
+    Sets `noop_flag` to 1 if a source is not finite.
     """
     check_lists(tensor_lists, (2,))
     sources, destinations = tensor_lists
@@ -228,7 +225,7 @@ def multi_tensor_compute_scale_and_scale_inv(
     force_pow_2_scales: bool,
     epsilon: float,
 ) -> None:
-    """Lists amaxes, scales, scale_invs, FP32 `[1]` each: scales of current scaling from amaxes, and their inverses."""
+    """Lists amaxes, scales, scale_invs, FP32 `[1]` each: scales of current scaling, and their inverses."""
     check_lists(tensor_lists, (3,))
     for tensors in tensor_lists:
         check_dtype("Scaling", tensors)
@@ -251,12 +248,12 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """Lists g, p, momentum, and with a fourth FP16 copies of FP32 p; nothing is done where `noop_flag` is 1.
+    """Lists g, p, momentum, and possibly FP16 copies of FP32 p. A `noop_flag` of 1 skips all.
 
     In FP32, with `g = g * scale` and, before or after the momentum step, `g += weight_decay * p`:
     `m = momentum * m + (1 - dampening) * g` (`m = g` on the first run), `d = g + momentum * m` with Nesterov and m
-    without, `p -= lr * d` (Sutskever et al. 2013 with the learning rate outside the velocity, as in torch). FP16 p is
-    added to in FP16, so that `lr * d` is rounded first.
+    without, `p -= lr * d` (Sutskever et al. 2013 with the learning rate outside the velocity, as in torch). For FP16 p,
+    `lr * d` is rounded to FP16 first.
     """
     check_sgd(tensor_lists)
     if int(noop_flag) == 1:

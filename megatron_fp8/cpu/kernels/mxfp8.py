@@ -1,8 +1,8 @@
-"""MXFP8: one E8M0 scale, a power of two, for 32 consecutive elements: TE's `MXFP8Quantizer`.
+"""MXFP8: one E8M0 scale, a power of two, per 32 consecutive elements (TE's `MXFP8Quantizer`).
 
 Layouts are TE's compact ones: bytes `[*rest, last]` for both usages; scales are bytes, rowwise `[m, k / 32]` padded to
 multiples of (128, 4), columnwise `[m / 32, k]` padded to (4, 128). A GPU's GEMM reads swizzled scales; the one here
-reads these, so tensors never say that they are swizzled. Must not know GEMMs or modules.
+reads these, so no tensor is marked as swizzled.
 """
 
 import math
@@ -31,12 +31,11 @@ _MANTISSA_BITS = 23
 
 
 def quantize_mxfp8(tensor: Tensor, quantizer: Any, output: Any, noop: bool) -> Any:
-    """Quantize `tensor` (FP32, BF16, FP16) into `output` or a new tensor of the quantizer's usages.
+    """Quantize `tensor` (FP32, BF16, FP16) into `output` or a new tensor with the quantizer's usages.
 
     A block's scale is the smallest power of two with which its amax fits into FP8; with `with_2d_quantization` a block
-    is 32 x 32 and both usages share its scale. An infinite amax gets the largest scale, 0 the smallest.
-
-    Raises RuntimeError, as TE does, unless the last axis and the product of the others are multiples of 32.
+    is 32 x 32 and both usages share its scale. An infinite amax gets the largest scale, 0 the smallest. Raises
+    RuntimeError, as TE does, unless the last axis and the product of the others are divisible by 32.
     """
     rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
     if rows % _LENGTH or columns % _LENGTH:
@@ -70,9 +69,9 @@ def empty_mxfp8(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device
 
 
 def mxfp8_values(storage: Any, columnwise: bool) -> tuple[Tensor, float]:
-    """FP32 numbers `[*rest, last]` of one usage, and the factor 1.
+    """FP32 values `[*rest, last]` of one usage, and the factor 1.
 
-    Raises RuntimeError where the tensor does not hold that usage, NotImplementedError for swizzled scales.
+    Raises RuntimeError if the tensor lacks that usage, NotImplementedError for swizzled scales.
     """
     data, scales = _parts(storage, columnwise)
     if data is None:
@@ -86,12 +85,6 @@ def mxfp8_values(storage: Any, columnwise: bool) -> tuple[Tensor, float]:
     bits = torch.where(exponents == 0, 1 << (_MANTISSA_BITS - 1), exponents << _MANTISSA_BITS)
     values = decode_tiles(matrix, bits.view(torch.float32), torch_dtype(storage._fp8_dtype), tile)
     return values.reshape(data.shape), 1.0
-
-
-def dequantize_mxfp8(storage: Any, dtype: torch.dtype) -> Tensor:
-    """Numbers of the tensor, of its rowwise bytes if it has them, rounded once to `dtype`."""
-    values, _ = mxfp8_values(storage, storage._rowwise_data is None)
-    return values.to(dtype)
 
 
 def _tile(columnwise: bool) -> Tile:
@@ -114,10 +107,8 @@ def _quantize(matrix: Tensor, fp8: torch.dtype, tile: Tile) -> tuple[Tensor, Ten
 
 
 def _e8m0(x: Tensor) -> Tensor:
-    """Biased exponent, int32, of the smallest power of two that is not below `x` >= 0; 254 at most.
-
-    Source: TE, `common/util/ptx.cuh`, `float_to_e8m0`.
-    """
+    """Biased exponent, int32, of `x` >= 0 rounded up to a power of two; at most 254 (TE's `ptx.cuh`,
+    `float_to_e8m0`)."""
     bits = x.view(torch.int32)
     exponents, mantissa = bits >> _MANTISSA_BITS, bits & ((1 << _MANTISSA_BITS) - 1)
     # Subnormals of at most 2^-127 are that number already.

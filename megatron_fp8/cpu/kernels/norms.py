@@ -16,14 +16,9 @@ from torch import Tensor
 from megatron_fp8.cpu.kernels.casts import torch_dtype
 from megatron_fp8.cpu.kernels.quantize import deliver
 
-__all__ = [
-    "layernorm_bwd",
-    "layernorm_fwd",
-    "rmsnorm_bwd",
-    "rmsnorm_bwd_add",
-    "rmsnorm_fwd",
-]
+__all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_bwd_add", "rmsnorm_fwd"]
 
+_aten = torch.ops.aten
 # Output dtypes by that of input and weight, which are the same in every kernel.
 _OUTPUTS = {
     torch.float32: (torch.float32, torch.float16, torch.bfloat16),
@@ -33,16 +28,11 @@ _OUTPUTS = {
 
 
 def check_forward(x: Tensor, gamma: Tensor, beta: Tensor | None, epsilon: float, output: Any, quantizer: Any) -> None:
-    """Raise RuntimeError for a forward pass that TE has no kernel for.
-
-    beta: None for RMSNorm; output: TE's dtype of the result, before `quantizer` where there is one.
-    """
+    """Raise RuntimeError for a forward pass that TE refuses. beta: None for RMSNorm; output: before `quantizer`."""
     if beta is not None and gamma.shape != beta.shape:
         raise RuntimeError(f"Gamma and Beta must have the same shape: {list(gamma.shape)}, {list(beta.shape)}")
     if beta is not None and gamma.dtype != beta.dtype:
-        raise RuntimeError(
-            f"Gamma and Beta must have the same dtype. Gamma dtype: {gamma.dtype}, Beta dtype: {beta.dtype}"
-        )
+        raise RuntimeError(f"Gamma and Beta must have the same dtype: {gamma.dtype}, {beta.dtype}")
     _check_hidden_size(x, gamma)
     if epsilon < 0:
         raise RuntimeError(f"Epsilon must be non-negative: {epsilon}")
@@ -55,10 +45,7 @@ def check_forward(x: Tensor, gamma: Tensor, beta: Tensor | None, epsilon: float,
 
 
 def check_backward(x: Tensor, gamma: Tensor, gradients: dict[str, Tensor], statistics: dict[str, Tensor]) -> None:
-    """Raise RuntimeError for a backward pass that TE refuses; TE copies what is not contiguous.
-
-    gradients: of the result, and what is added, by name; statistics: of rows, by name.
-    """
+    """Raise RuntimeError for a backward pass that TE refuses. TE copies non-contiguous tensors."""
     for name, gradient in gradients.items():
         if gradient.dtype != gamma.dtype:
             raise RuntimeError(f"{name} is {gradient.dtype}, gamma {gamma.dtype}: they must have the same dtype")
@@ -69,9 +56,8 @@ def check_backward(x: Tensor, gamma: Tensor, gradients: dict[str, Tensor], stati
         if statistic.dtype != torch.float32:
             raise RuntimeError(f"{name} must be a float32 tensor, not {statistic.dtype}")
         if statistic.numel() != rows:
-            raise RuntimeError(
-                f"{name} must be 1D tensor with shape (x.shape[0],): {list(statistic.shape)}, {rows} rows"
-            )
+            shape = list(statistic.shape)
+            raise RuntimeError(f"{name} must be 1D tensor with shape (x.shape[0],): {shape}, {rows} rows")
     _check_hidden_size(x, gamma)
     _check_kernel(x, gamma, gamma.dtype)
 
@@ -88,19 +74,16 @@ def _check_kernel(x: Tensor, gamma: Tensor, output: torch.dtype) -> None:
         )
 
 
-_aten = torch.ops.aten
-
-
-def _gamma(weight: torch.Tensor, zero_centered_gamma: bool) -> torch.Tensor:
+def _gamma(weight: Tensor, zero_centered_gamma: bool) -> Tensor:
     """FP32 scale `[hidden]`; with `zero_centered_gamma` the parameter holds `scale - 1`."""
     gamma = weight.float()
     return gamma + 1 if zero_centered_gamma else gamma
 
 
 def layernorm_fwd(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
     eps: float,
     ln_out: Any,
     quantizer: Any,
@@ -116,8 +99,8 @@ def layernorm_fwd(
     check_forward(input, weight, bias, eps, otype, quantizer)
     hidden = weight.numel()
     dtype = torch_dtype(otype)
-    # With FP32 weights aten keeps FP32 statistics for BF16 inputs; its output has the input's dtype, so it
-    # rounds in the kernel only when that is the whole of the output conversion.
+    # With FP32 weights aten keeps FP32 statistics for BF16 inputs; its output has the input's dtype, which must be the
+    # result's to round once.
     rounds_in_kernel = quantizer is None and dtype == input.dtype
     x = input if rounds_in_kernel else input.float()
     y, mean, rsigma = _aten.native_layer_norm(x, [hidden], _gamma(weight, zero_centered_gamma), bias.float(), eps)
@@ -125,14 +108,14 @@ def layernorm_fwd(
 
 
 def layernorm_bwd(
-    dz: torch.Tensor,
-    x: torch.Tensor,
-    mu: torch.Tensor,
-    rsigma: torch.Tensor,
-    gamma: torch.Tensor,
+    dz: Tensor,
+    x: Tensor,
+    mu: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
     sm_margin: int,  # noqa: ARG001
     zero_centered_gamma: bool,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Gradients of `layernorm_fwd`: `[dx, dgamma, dbeta]`, dx in x's dtype, the others in gamma's.
 
     dz, x: `[..., hidden]`; mu, rsigma: FP32 `[rows]`.
@@ -148,15 +131,15 @@ def layernorm_bwd(
         mu.view(stats_shape),
         rsigma.view(stats_shape),
         scale,
-        scale,  # stands for beta, of which aten asks only that it exists
+        scale,  # in place of beta, whose values aten does not read
         [True, True, True],
     )
     return [dx.to(x.dtype), dgamma.to(gamma.dtype), dbeta.to(gamma.dtype)]
 
 
 def rmsnorm_fwd(
-    input: torch.Tensor,
-    weight: torch.Tensor,
+    input: Tensor,
+    weight: Tensor,
     eps: float,
     ln_out: Any,
     quantizer: Any,
@@ -180,14 +163,12 @@ def rmsnorm_fwd(
     return [deliver(y, torch_dtype(otype), quantizer, ln_out), None, rsigma.view(-1)]
 
 
-def _rmsnorm_gradients(
-    dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rmsnorm_gradients(dz: Tensor, x: Tensor, rsigma: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """FP32 `(dx, dgamma)`.
 
     `dx = rsigma * (g - xhat * mean(g * xhat))` with `g = dz * scale` and `xhat = x * rsigma`. aten's one-pass
-    LayerNorm backward at mean 0 gives that less `rsigma * mean(g)`, which is added back: one matrix-vector
-    product and one pass, in place of six passes over `[rows, hidden]`.
+    LayerNorm backward at mean 0 gives that minus `rsigma * mean(g)`, which is added back: one matrix-vector product and
+    one pass instead of six passes over `[rows, hidden]`.
     """
     hidden = scale.numel()
     stats_shape = (*x.shape[:-1], 1)
@@ -201,13 +182,13 @@ def _rmsnorm_gradients(
 
 
 def rmsnorm_bwd(
-    dz: torch.Tensor,
-    x: torch.Tensor,
-    rsigma: torch.Tensor,
-    gamma: torch.Tensor,
+    dz: Tensor,
+    x: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
     sm_margin: int,  # noqa: ARG001
     zero_centered_gamma: bool,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Gradients of `rmsnorm_fwd`: `[dx, dgamma]`, dx in x's dtype, dgamma in gamma's.
 
     dz, x: `[..., hidden]`; rsigma: FP32 `[rows]`.
@@ -218,15 +199,15 @@ def rmsnorm_bwd(
 
 
 def rmsnorm_bwd_add(
-    dz: torch.Tensor,
-    x: torch.Tensor,
-    add: torch.Tensor,
-    rsigma: torch.Tensor,
-    gamma: torch.Tensor,
+    dz: Tensor,
+    x: Tensor,
+    add: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
     sm_margin: int,  # noqa: ARG001
     zero_centered_gamma: bool,
-) -> list[torch.Tensor]:
-    """`rmsnorm_bwd` with the residual branch's gradient `add` (x's shape) summed into dx before rounding."""
+) -> list[Tensor]:
+    """`rmsnorm_bwd` with the residual branch's gradient `add` (x's shape) added to dx before rounding."""
     check_backward(x, gamma, {"dz": dz, "add": add}, {"rsigma": rsigma})
     dx, dgamma = _rmsnorm_gradients(dz, x, rsigma, _gamma(gamma, zero_centered_gamma))
     return [dx.add_(add.view(x.shape)).to(x.dtype), dgamma.to(gamma.dtype)]

@@ -11,25 +11,19 @@ from torch import Tensor
 from megatron_fp8.cpu.kernels import blockwise, float8, mxfp8
 from megatron_fp8.cpu.kernels.casts import torch_dtype
 
-__all__ = [
-    "bgrad_quantize",
-    "create_empty_quantized_tensor",
-    "dequantize",
-    "fp8_transpose",
-    "multi_tensor_quantize",
-    "quantize",
-    "split_quantize",
-    "swap_first_dims",
-]
+__all__ = (
+    "bgrad_quantize create_empty_quantized_tensor dequantize fp8_transpose multi_tensor_quantize quantize "
+    "split_quantize swap_first_dims"
+).split()
 
 
 @dataclass(frozen=True)
 class Format:
-    """What the stand-in can do with one quantized format.
+    """The functions of one quantized format.
 
     quantize(tensor, quantizer, output or None, noop) -> output; empty(quantizer, shape, dtype, device) -> tensor;
-    values(storage, columnwise) -> FP32 values in logical order and the factor that makes them the tensor's numbers;
-    dequantize(storage, dtype) -> tensor; values_fit_bf16: whether BF16 holds every such value exactly.
+    values(storage, columnwise) -> FP32 values in logical order, to be multiplied with the factor returned beside them;
+    dequantize(storage, dtype) -> tensor; values_fit_bf16: whether BF16 represents every such value exactly.
     """
 
     quantize: Callable[[Tensor, Any, Any, bool], Any]
@@ -40,15 +34,19 @@ class Format:
 
 
 _FLOAT8 = Format(float8.quantize_float8, float8.empty_float8, float8.float8_values, float8.dequantize_float8, True)
-_BLOCKWISE = Format(
-    blockwise.quantize_blockwise,
-    blockwise.empty_blockwise,
-    blockwise.blockwise_values,
-    blockwise.dequantize_blockwise,
-    # Its scales need not be powers of two.
-    False,
-)
-_MXFP8 = Format(mxfp8.quantize_mxfp8, mxfp8.empty_mxfp8, mxfp8.mxfp8_values, mxfp8.dequantize_mxfp8, True)
+
+
+def _block_format(quantize: Any, empty: Any, values: Callable[[Any, bool], tuple[Tensor, float]], fits: bool) -> Format:
+    def dequantize(storage: Any, dtype: torch.dtype) -> Tensor:
+        # The factor is 1.
+        return values(storage, storage._rowwise_data is None)[0].to(dtype).contiguous()
+
+    return Format(quantize, empty, values, dequantize, fits)
+
+
+# Blockwise scales need not be powers of two.
+_BLOCKWISE = _block_format(blockwise.quantize_blockwise, blockwise.empty_blocks, blockwise.blockwise_values, False)
+_MXFP8 = _block_format(mxfp8.quantize_mxfp8, mxfp8.empty_mxfp8, mxfp8.mxfp8_values, True)
 
 
 @functools.cache
@@ -82,16 +80,15 @@ def format_of(thing: Any) -> Format:
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
     """Quantize `tensor` (FP32, BF16 or FP16, any shape) with a TE quantizer.
 
-    Writes `output`, a quantized tensor or its storage, or returns a new one with the quantizer's usages, a plain
-    storage if it is `internal`. A `noop` flag of 1 leaves `output` as it is. Raises NotImplementedError for a
-    quantizer without a stand-in.
+    Writes to `output`, a quantized tensor or storage, or returns a new one with the quantizer's usages (a storage if it
+    is `internal`). A `noop` flag of 1 leaves `output` unchanged. Raises NotImplementedError for other quantizers.
     """
     skip = noop is not None and noop.numel() > 0 and float(noop) == 1.0
     return format_of(quantizer).quantize(tensor, quantizer, output, skip)
 
 
 def dequantize(input: Any, otype: Any) -> Tensor:
-    """Numbers of a quantized tensor in the high-precision dtype `otype` (a TE `DType`), rounded once."""
+    """Values of a quantized tensor, rowwise if it has them, rounded once to `otype` (a TE `DType`)."""
     return format_of(input).dequantize(input, torch_dtype(otype))
 
 
@@ -110,7 +107,7 @@ def bgrad_quantize(input: Tensor, quantizer: Any) -> list[Any]:
     Without a quantizer the second is `input` itself.
     """
     rows = input.reshape(-1, input.shape[-1])
-    # torch accumulates sums of BF16 in FP32; `dtype=torch.float32` gives the same numbers at a fourth of the speed.
+    # torch accumulates sums of BF16 in FP32; `dtype=torch.float32` gives the same values at a quarter of the speed.
     bias_grad = rows.sum(dim=0)
     return [bias_grad, input if quantizer is None else quantize(input, quantizer)]
 
@@ -144,33 +141,29 @@ def swap_first_dims(tensor: Tensor, *, out: Tensor | None) -> Tensor:
     return swapped.contiguous() if out is None else out.copy_(swapped)
 
 
-def _casts_inside_kernel(quantizer: Any) -> bool:
-    """Whether TE's CUDA kernel applies this quantizer to its FP32 accumulators (delayed scaling does)."""
-    # TE imports this package's extension first, so its classes exist only once a kernel runs.
+def quantizes_accumulators(quantizer: Any) -> bool:
+    """Whether TE's CUDA kernel quantizes its FP32 accumulators directly, as with delayed scaling."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     return isinstance(quantizer, Float8Quantizer)
 
 
 def accumulator_dtype(quantizer: Any, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a kernel hands its result to `deliver`: FP32 where the quantizer sees FP32."""
-    return torch.float32 if quantizer is not None and _casts_inside_kernel(quantizer) else dtype
+    """The dtype of a kernel's result for `deliver`: FP32 if the quantizer reads FP32."""
+    return torch.float32 if quantizer is not None and quantizes_accumulators(quantizer) else dtype
 
 
 def deliver(result: torch.Tensor, dtype: torch.dtype, quantizer: Any = None, out: Any = None) -> Any:
-    """Round `result` once and return it as the kernel's output.
+    """Round `result` (FP32 or `dtype`, may be overwritten) once and return it as a kernel's output, in `out` if given.
 
-    result: FP32 or `dtype`, any shape; scratch that the caller gives away.
-    dtype: high-precision output dtype, and the nominal dtype of a quantized output.
-    quantizer: None, or the TE quantizer of the consumer. Delayed scaling quantizes FP32 values and takes
-        their amax, as TE's fused kernels do; the other quantizers see values rounded to `dtype` first.
-    out: None, or the tensor to write (quantized when `quantizer` is given).
+    dtype: high-precision output dtype, and the nominal dtype of a quantized output. quantizer: delayed scaling
+    quantizes FP32 values and records their amax, as TE's fused kernels do; others quantize values rounded to `dtype`.
     """
     if quantizer is None:
         if out is None:
             return result.to(dtype)
         return out.copy_(result)
-    if not _casts_inside_kernel(quantizer):
+    if not quantizes_accumulators(quantizer):
         return quantize(result.to(dtype), quantizer, out)
     if out is None:
         out = quantizer.make_empty(result.shape, dtype=dtype, device=result.device)

@@ -1,10 +1,9 @@
-"""Rotary position embedding of `transformer_engine_torch`, one tensor at a time or q, k and v at once.
+"""Rotary position embedding of `transformer_engine_torch`, of one tensor or of q, k and v at once.
 
-Arithmetic is FP32 and the result is rounded once, as in TE's kernels. Must not know attention or modules.
-
-With the halves of every head swapped into a copy, `x * cos + swapped * (-sin, sin)` has inner loops of whole heads.
-Measured on `[512, 4, 8, 64]`, one thread, interleaved: 0.6 of the time of the usual PyTorch expression in FP32, and
-0.9 in BF16, which that rounds at every step; on views of half heads the same work took 1.4 times as long.
+Arithmetic is FP32 and the result is rounded once, as in TE's kernels. With the halves of every head swapped in a copy,
+`x * cos + swapped * (-sin, sin)` has inner loops over whole heads. On `[512, 4, 8, 64]`, one thread, interleaved: 0.6
+of the time of the usual PyTorch expression in FP32, and 0.9 in BF16, which that rounds at every step; views of half
+heads take 1.4 times as long.
 """
 
 import itertools
@@ -36,7 +35,7 @@ class _Rotation:
         sin = angles.sin()
         first, _ = _pair(sin, interleaved)
         first.neg_()
-        # The transposed rotation: each feature is fed by the one that it fed.
+        # Backward is the transposed rotation.
         return cls(angles.cos(), _swapped(sin, interleaved) if backward else sin, interleaved)
 
     def turned(self, x: Tensor) -> Tensor:
@@ -61,10 +60,10 @@ def _swapped(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def _on_rank(local: Tensor, length: int, cp_size: int, cp_rank: int) -> Tensor:
-    """Positions in the whole sequence of `local`, positions among the `length` tokens of one context-parallel rank.
+    """Positions in the whole sequence of the positions `local` among the `length` tokens of a context-parallel rank.
 
-    A sequence is cut into 2 * cp_size chunks, of which a rank holds the one at its place and the one at its place
-    from the end, so that causal attention is balanced.
+    A sequence is cut into 2 * cp_size chunks, of which rank r has chunk r from the start and chunk r from the end,
+    which balances causal attention.
     """
     if cp_size == 1:
         return local
@@ -94,9 +93,9 @@ def _angles(
     length = x.shape[0 if sequence_first else 1]
     positions = _on_rank(torch.arange(length), length, cp_size, cp_rank).unsqueeze(1)
     if start_positions is not None:
-        # There may be more of them than sequences: a cache has places for sequences to come.
+        # There may be more of them than sequences: a cache has room for future ones.
         starts = start_positions[: x.shape[1 if sequence_first else 0]]
-        # What only fills up may lie past the last position, and is not read.
+        # Padding may be past the last position, and is not read.
         positions = (positions + starts.long().unsqueeze(0)).clamp(max=len(table) - 1)
     angles = table[positions].unsqueeze(2)
     return angles if sequence_first else angles.transpose(0, 1)
@@ -115,7 +114,7 @@ def _packed_positions(
 
 
 def _rotated(x: Tensor, rotation: _Rotation) -> Tensor:
-    """Contiguous, of x's dtype: the first r features of `[..., d]` rotated, the others copied."""
+    """Contiguous, in x's dtype: the first r features of `[..., d]` rotated, the others copied."""
     rotated = rotation.cos.shape[-1]
     turned = rotation.turned(x[..., :rotated]).to(x.dtype)
     return turned.contiguous() if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
@@ -166,11 +165,11 @@ def fused_rope_forward(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """Rotate the first `r` features of each head by the angles of their position; the others pass.
+    """Rotate the first `r` features of each head by the angles of their position, and copy the others.
 
     input: `[s, b, h, d]`, `[b, s, h, d]` or `[t, h, d]` by `qkv_format`, any strides. freqs: angles `[s2, 1, 1, r]`
     of positions 0 to s2. start_positions: int32 `[b]`, position of each sequence's first token, or None for 0.
-    The two features of a pair lie r / 2 apart, or side by side with `interleaved`. cu_seqlens: for thd, cumulative
+    The two features of a pair are r / 2 apart, or side by side with `interleaved`. cu_seqlens: for thd, cumulative
     lengths `[b + 1]` over all context-parallel ranks. Returns a contiguous tensor of input's shape and dtype.
     """
     _check(input, freqs, start_positions, qkv_format, cu_seqlens, cp_size)
@@ -188,7 +187,7 @@ def fused_rope_backward(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """Gradient of `fused_rope_forward`: the rotation back; arguments and shapes as there."""
+    """Gradient of `fused_rope_forward`: the inverse rotation, with the same arguments."""
     _check(output_grads, freqs, start_positions, qkv_format, cu_seqlens, cp_size)
     angles = _angles(output_grads, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     return _rotated(output_grads, _Rotation.of(angles, interleaved, backward=True))

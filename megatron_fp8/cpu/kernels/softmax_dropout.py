@@ -8,28 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "dropout_bwd",
-    "dropout_fwd",
-    "scaled_aligned_causal_masked_softmax_backward",
-    "scaled_aligned_causal_masked_softmax_forward",
-    "scaled_masked_softmax_backward",
-    "scaled_masked_softmax_forward",
-    "scaled_softmax_backward",
-    "scaled_softmax_forward",
-    "scaled_upper_triang_masked_softmax_backward",
-    "scaled_upper_triang_masked_softmax_forward",
-]
+__all__ = (
+    "dropout_bwd dropout_fwd scaled_aligned_causal_masked_softmax_backward "
+    "scaled_aligned_causal_masked_softmax_forward scaled_masked_softmax_backward scaled_masked_softmax_forward "
+    "scaled_softmax_backward scaled_softmax_forward scaled_upper_triang_masked_softmax_backward "
+    "scaled_upper_triang_masked_softmax_forward"
+).split()
 
-# TE's kernel replaces masked scores by this and gives zeros where a whole row is masked.
+# TE's kernel replaces masked scores by this, and returns zeros for rows that are fully masked.
 _MASKED_SCORE = -10000.0
 _MOST_KEYS = 16384
 
 
 def _check_scores(scores: Tensor, axes: int, rows: int = 0, mask: Tensor | None = None) -> None:
-    """Raise RuntimeError for scores that TE's kernels refuse (its `softmax.cpp`).
+    """Raise RuntimeError for scores that TE's `softmax.cpp` refuses.
 
-    axes: how many they must have; rows: the smallest number of queries, with which keys must be a multiple of 8.
+    axes: their number; rows: the minimum number of queries; if it is not 0, keys must be divisible by 8.
     """
     if scores.dim() != axes:
         raise RuntimeError(f"expected {axes}D tensor, got {scores.dim()}D")
@@ -68,8 +62,11 @@ def scaled_softmax_backward(output_grad_: Tensor, softmax_results_: Tensor, scal
     return _backward(output_grad_, softmax_results_, scale_factor)
 
 
+scaled_masked_softmax_backward = scaled_aligned_causal_masked_softmax_backward = scaled_softmax_backward
+
+
 def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: float) -> Tensor:
-    """`softmax` of `scale * x` with masked scores replaced by -10000; rows that are masked wholly give zeros.
+    """`softmax` of `scale * x` with masked scores replaced by -10000; zeros for fully masked rows.
 
     input: `[b, h, sq, sk]`; mask: `[b or 1, 1, sq, sk]` bool or uint8, true where masked.
     """
@@ -78,11 +75,6 @@ def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: flo
     scores = (input.float() * scale_factor).masked_fill_(masked, _MASKED_SCORE)
     result = torch.softmax(scores, dim=-1).masked_fill_(masked.all(dim=-1, keepdim=True), 0.0)
     return result.to(input.dtype)
-
-
-def scaled_masked_softmax_backward(output_grad_: Tensor, softmax_results_: Tensor, scale_factor: float) -> Tensor:
-    """Gradient of `scaled_masked_softmax_forward` from its result."""
-    return _backward(output_grad_, softmax_results_, scale_factor)
 
 
 def _causal_softmax(input: Tensor, scale: float) -> Tensor:
@@ -115,18 +107,11 @@ def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale_factor: fl
     return _causal_softmax(input, scale_factor)
 
 
-def scaled_aligned_causal_masked_softmax_backward(
-    output_grad_: Tensor, softmax_results_: Tensor, scale_factor: float
-) -> Tensor:
-    """Gradient of `scaled_aligned_causal_masked_softmax_forward` from its result."""
-    return _backward(output_grad_, softmax_results_, scale_factor)
-
-
 _BITS_PER_BYTE = 8
 
 
 def _pack(keep: Tensor) -> Tensor:
-    """Bits of a bool tensor, eight to a byte, the first in the lowest bit; its size is a multiple of eight."""
+    """Bits of a bool tensor (a multiple of eight), eight to a byte, the first in the lowest bit."""
     weights = 2 ** torch.arange(_BITS_PER_BYTE, dtype=torch.uint8)
     return (keep.view(-1, _BITS_PER_BYTE).to(torch.uint8) * weights).sum(dim=1, dtype=torch.uint8)
 
@@ -139,9 +124,8 @@ def _unpack(mask: Tensor) -> Tensor:
 def dropout_fwd(input: Any, dropout_probability: float, out: Tensor | None = None) -> list[Tensor]:
     """Zero elements with `dropout_probability`, and divide the others by its complement.
 
-    input: any shape, a number of elements that is a multiple of 16, BF16 or FP16; FP8 is dequantized first.
-    Returns `[out, mask]`: out of input's shape and dtype; mask uint8 `[elements / 8]`, a bit for each that is kept.
-    Draws from the default generator.
+    input: BF16 or FP16, any shape whose number of elements is divisible by 16; FP8 is dequantized first. Returns
+    `[out, mask]`: mask is uint8 `[elements / 8]`, one bit per element, 1 where kept. Draws from the default generator.
     """
     values: Tensor = input.dequantize() if hasattr(input, "_fp8_dtype") else input
     keep = torch.empty(values.shape).bernoulli_(1.0 - dropout_probability)
@@ -152,7 +136,7 @@ def dropout_fwd(input: Any, dropout_probability: float, out: Tensor | None = Non
 def dropout_bwd(
     grad_output: Tensor, mask: Tensor, dropout_probability: float, grad_input: Tensor | None = None
 ) -> Tensor:
-    """Gradient of `dropout_fwd`: the same elements zeroed, the same factor on the others."""
+    """Gradient of `dropout_fwd`: same elements zeroed, same factor."""
     result = _scaled(grad_output, _unpack(mask).view(grad_output.shape), dropout_probability)
     return result if grad_input is None else grad_input.copy_(result)
 

@@ -1,8 +1,6 @@
-"""Puts the children of `python -m megatron_fp8.cpu` on the stand-in too.
+"""Installs the stand-in in the children of `python -m megatron_fp8.cpu` (multiprocessing's spawn, torchrun's workers).
 
-Python runs this file at its start in every process that has its folder on PYTHONPATH: the processes that a
-program under the stand-in starts (multiprocessing's spawn, torchrun's workers). Nothing is done before torch
-is imported.
+Python runs this file at startup if its directory is on PYTHONPATH. The stand-in is installed once torch is imported.
 """
 
 import importlib.util
@@ -40,5 +38,5 @@ def _run_shadowed_sitecustomize() -> None:
 
 
 _run_shadowed_sitecustomize()
-# By its path: the package would import torch, which must stay the program's own choice.
+# By its path: the package would import torch, which must remain the program's choice.
 _load("_megatron_fp8_import_hook", _HERE.parent / "import_hook.py").patch_after_import({"torch": _enter})
