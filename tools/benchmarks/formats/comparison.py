@@ -1,11 +1,11 @@
-"""A finished comparison: every run, and what may be said about their losses. Imports no torch.
+"""A finished comparison: its runs, and what their losses show. Imports no torch.
 
 The number of a run is the mean of its last K losses. Runs of one seed share weights and samples, so a mode's number is
 compared with the reference's *at the same seed*: what the seed does to both cancels. The seed-to-seed spread is the
 standard deviation (n - 1) of the reference's numbers over the seeds, which differ in weights and in samples: how far
 two equally good runs lie apart that nobody would call different.
 
-What few seeds cannot say:
+What few seeds cannot show:
 - With 3 seeds the true spread lies between 0.5 and 6 times the estimate (95 %, chi-square with 2 degrees of freedom).
 - Three differences of one sign happen by chance in a quarter of all cases. So lowest and highest difference are given,
   and no significance.
@@ -70,7 +70,7 @@ class OperandNoise:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What one run did.
+    """The result of one run.
 
     `losses`: nats per token before each step. `skipped`: numbers of steps, from 0, that changed no weights (overflow
     under FP16's loss scale). `operands`: by layer, linear layer and kind, as in `layers.0/fc1/input`; empty where
@@ -164,7 +164,7 @@ def difference(
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs that ended well, by mode and seed; modes of which a run failed are not among them.
+    """The successful runs by mode and seed, without modes of which a run failed.
 
     `num_last`: steps at the end whose mean loss is compared. `reference`: a mode, which may be missing.
     """
@@ -204,7 +204,7 @@ class Comparison:
         return {name: statistics.fmean(found[name]) for name in OPERANDS if name in found}
 
     def as_json(self) -> dict[str, Any]:
-        """Everything; numbers that are not finite as texts, which JSON has."""
+        """Everything; non-finite numbers as strings, since JSON has none."""
         differences = {
             mode: {
                 **asdict(found),

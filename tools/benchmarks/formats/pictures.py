@@ -1,4 +1,4 @@
-"""The pictures of a comparison: loss curves with their differences, and noise by operand. Imports no torch."""
+"""Figures of a comparison: loss curves with differences, and noise by operand. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is known before the first process: the modes, whether each one's config is right, and the runs. Imports no torch
-until a torchao mode asks what its model supports.
+"""What is known before the first process: modes, a check of each mode's config, and the runs. Imports no torch unless
+there is a torchao mode, whose model says what it supports.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron_fp8.data.check_data import check_data
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.precision.policy import Fp8Recipe
 
-# Training losses are compared: of the same samples in every mode.
+# Training losses are compared, on the same samples in every mode.
 _NO_EVALUATION = "training.eval_iters=0"
-_MAKE_DATA = "The data of configs/compare.yaml is made by: python tools/prepare_quickstart.py --output data/quickstart"
+_MAKE_DATA = "To make the data of configs/compare.yaml: python tools/prepare_quickstart.py --output data/quickstart"
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to compute. `torchao_recipe`: torchao's FP8 in the plain-PyTorch model; None: this project's own step."""
+    """One number format. `torchao_recipe`: torchao's FP8 in the plain-PyTorch model; None: this project's own step."""
 
     name: str
     precision: str
@@ -39,7 +39,7 @@ class Mode:
         return (f"precision.mode={self.precision}", *recipe)
 
 
-# Outside the blocks torchao's runs are BF16, so that is the mode of their config.
+# torchao's runs are BF16 outside the blocks, so their config says bf16.
 MODES = {
     mode.name: mode
     for mode in (
@@ -62,7 +62,7 @@ def default_reference(modes: Sequence[str]) -> str:
 
 
 class PlanError(BadInputError):
-    """A mode's config is wrong; the text has every mistake, and in which modes."""
+    """A mode's config is invalid; the text has every problem and its modes."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Plan:
     seeds: tuple[int, ...]
 
     def tasks(self, directory: Path, num_threads: int) -> list[RunTask]:
-        """Every run, seed by seed, so that an interrupted comparison has looked at all modes."""
+        """Every run, seed by seed, so that an interrupted comparison covers all modes."""
         return [
             RunTask(
                 mode=mode,
@@ -109,7 +109,7 @@ class PrepareTask:
 
 
 def samples_file(directory: Path, seed: int) -> Path:
-    """Where the samples of a seed are kept."""
+    """The file with a seed's samples."""
     return directory / f"samples-{seed}.pt"
 
 
@@ -121,12 +121,12 @@ def make_plan(path: Path, overrides: Sequence[str], modes: Sequence[str], num_se
     given = base
     base, mistakes_of_length = resolve_length(given, data.epoch_samples)
     if base is not given:
-        # What derives it looks at files; the runs' processes do not.
+        # It is derived from data files, which the runs do not look at.
         overrides = [*overrides, f"training.train_iters={base.config.training.train_iters}"]
     if base.config.model.vocab_size is None and data.vocab_size is not None:
         # torchao's model has no tokenizer to ask.
         overrides = [*overrides, f"model.vocab_size={data.vocab_size}"]
-    # By what a person reads, the modes in which it was found.
+    # Modes by message.
     found: dict[str, list[str]] = {str(problem): [] for problem in [*data.problems, *mistakes_of_length]}
     for mode in modes:
         for problem in _mode_problems(path, overrides, mode, data.vocab_size):

@@ -1,7 +1,7 @@
-"""What the benchmark compares, and what it found: subjects, samples, their medians, ratios taken round by round.
+"""What is compared and measured: subjects, samples, medians, ratios.
 
-A subject is one program in processes of its own. A ratio is taken within each round, where both subjects met the same
-machine, and the median of these is reported. Imports no torch.
+A subject is one program in its own processes. Ratios are taken within each round, in which both subjects saw the same
+load, and their median is reported. Imports no torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ratio of two subjects' tokens per second, and the least that it should be (None: for information)."""
+    """Ratio of two subjects' tokens per second, and its target (None: for information)."""
 
     faster: str
     slower: str
@@ -44,7 +44,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that one interleaved run measures."""
+    """Everything measured in one interleaved run."""
 
     subjects: tuple[Subject, ...]
     comparisons: tuple[Comparison, ...]
@@ -66,7 +66,7 @@ def make_plan(modes: Sequence[str], num_threads: int) -> Plan:
             comparisons.append(Comparison(ours, plain, 1.0))
             subject("gemm", precision)
     if "bf16" in modes and "fp32" in modes:
-        # Where the CPU has no BF16 arithmetic, plain FP32 is what a user would really run.
+        # On a CPU without BF16 arithmetic, plain FP32 is what a user would run.
         comparisons.append(Comparison("ours bf16", "plain fp32", None))
     if "fp8" in modes:
         bf16, fp8 = subject("ours", "bf16"), subject("ours", "fp8")
@@ -85,7 +85,7 @@ class Sample:
     """One measured step of a subject over all its ranks.
 
     `seconds`: of the slowest rank. `loss`: nats per token before the step. `cpu_seconds`: of all ranks and threads.
-    `other_cpus`: CPUs that were busy meanwhile with anything else, on average.
+    `other_cpus`: CPUs busy with other work meanwhile, on average.
     """
 
     seconds: float
@@ -101,13 +101,13 @@ class Sample:
 
     @property
     def tokens_per_cpu_second(self) -> float:
-        """Tokens over the CPU time of all ranks and threads: hardly moved by what else the machine does."""
+        """Tokens over CPU time of all ranks and threads: almost unaffected by other load."""
         return self.num_tokens / self.cpu_seconds
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One kind of operation in one step: seconds without what it calls, over all its calls."""
+    """One kind of operation in one step: self time over all its calls."""
 
     name: str
     seconds: float
@@ -116,11 +116,11 @@ class Cost:
 
 @dataclass
 class SubjectResult:
-    """All that was measured of one subject.
+    """All measurements of one subject.
 
-    `start_seconds`: processes started until the model stood. `first_step_seconds`: of the step before the rounds.
-    `rounds`: one sample for each round. `is_short`: too slow for a whole step, so `rounds` is one small piece.
-    `peak_memory_bytes`: of the rank that held most. `num_parameters`: of the whole model. `costs`: of one profiled
+    `start_seconds`: from process start until the model is built. `first_step_seconds`: of the step before the rounds.
+    `rounds`: one sample for each round. `is_short`: too slow for a whole step, so `rounds` has part of one.
+    `peak_memory_bytes`: of the rank with the most. `num_parameters`: of the whole model. `costs`: of one profiled
     step, largest first; empty without a profile.
     """
 
@@ -147,10 +147,10 @@ class SubjectResult:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Tokens per second of one subject over another's: the median of the rounds' ratios, and their range.
+    """Tokens per second of one subject over another's: median and range over the rounds.
 
-    `by_cpu_time`: the median ratio of tokens per CPU second. With one thread each it says the same as `median` on a
-    quiet machine, and still does on a busy one; threads that wait for each other may count as busy.
+    `by_cpu_time`: the median ratio of tokens per CPU second. With one thread each it equals `median` on a quiet
+    machine and holds on a busy one; threads that spin while waiting count as busy.
     """
 
     comparison: Comparison
@@ -166,7 +166,7 @@ class Ratio:
 
 
 def ratio(comparison: Comparison, results: Sequence[SubjectResult]) -> Ratio:
-    """The comparison's ratio. Against a subject that was measured only in short, its one sample stands for all."""
+    """The comparison's ratio. The single sample of a subject that `is_short` is used for every round."""
     by_name = {result.subject.name: result for result in results}
     faster, slower = by_name[comparison.faster], by_name[comparison.slower]
     num_rounds = max(len(faster.rounds), len(slower.rounds))
@@ -181,10 +181,10 @@ def _samples(result: SubjectResult, num_rounds: int) -> list[Sample]:
 
 
 def ceiling(results: Sequence[SubjectResult], subject: Subject) -> float | None:
-    """Tokens per second of `subject` if a step were its GEMMs only, at the best rate that this machine has for them.
+    """Tokens per second of `subject` if a step were only its GEMMs, at this machine's best rate.
 
-    BF16 and FP8 products are exact in FP32, so the faster of the two rates counts there. None for the GEMMs
-    themselves, and where they were not measured with as many threads in all.
+    BF16 and FP8 products are exact in FP32, so the faster of the two rates counts. None for the GEMMs themselves, and
+    where they were not measured with the same number of threads.
     """
     if subject.implementation == "gemm":
         return None

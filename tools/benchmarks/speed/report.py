@@ -1,4 +1,4 @@
-"""How a benchmark's result is shown: tables for people, JSON for programs. Imports no torch."""
+"""Benchmark results as tables and as JSON. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what the run was made."""
+    """The machine and the versions of the run."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "cpu": cpu_model(),
@@ -31,7 +31,7 @@ def machine() -> dict[str, Any]:
 def as_json(
     results: Sequence[SubjectResult], comparisons: Sequence[Comparison], flops_per_token: float
 ) -> dict[str, Any]:
-    """Every sample and everything that is derived from them."""
+    """Every sample and everything derived from them."""
     subjects = []
     for result in results:
         best = ceiling(results, result.subject)
@@ -52,12 +52,12 @@ def as_json(
 def show(
     results: Sequence[SubjectResult], comparisons: Sequence[Comparison], flops_per_token: float, console: Console
 ) -> None:
-    """The two tables, and the profiles where they were made."""
+    """Print the two tables, and profiles if there are any."""
     facts = machine()
     console.print(f"{facts['cpu']}, {facts['num_cpus']} CPUs; " + "; ".join(f"{p} {facts[p]}" for p in _PACKAGES))
     console.print(_speeds(results, flops_per_token))
     if any(result.is_short for result in results):
-        console.print("* too slow here for whole steps: one small piece of a step, measured once.")
+        console.print("* too slow for whole steps: part of a step, measured once.")
     console.print(_ratios(results, comparisons))
     for result in results:
         if result.costs:
@@ -125,7 +125,7 @@ def _is_model(result: SubjectResult) -> bool:
 
 
 def checkpoint_table(cost: CheckpointCost) -> Table:
-    """What checkpoints cost, beside `torch.save` of the same bytes."""
+    """Cost of checkpoints against `torch.save` of the same bytes."""
     megabytes = cost.state_bytes / 1e6
     table = Table(title=f"checkpoint of {megabytes:,.0f} MB of state, one rank")
     for column in ("", "seconds", "MB/s", "of torch.save"):

@@ -1,7 +1,7 @@
-"""The order of measuring: all subjects stand ready in processes of their own, one at a time makes a step.
+"""Interleaved measurement: every subject waits in its own process, and they take turns of one step.
 
-Short turns in one run, and ratios within a round: what else the machine does meets all subjects alike. Every other
-round goes backwards, so that a drift cancels. Imports no torch.
+With short turns and ratios within a round, other load on the machine affects all subjects alike. Every other round
+runs in reverse order, so that drift cancels. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Procedure:
-    """How to measure: the work (`config` and `overrides`, `tokens_per_step` of it), how often, and what is too slow.
+    """How to measure: the workload (`config`, `overrides`, its `tokens_per_step`), how often, and what is too slow.
 
-    A subject whose step would take longer than `slow_step_seconds` is measured once, on a small piece of a step.
+    A subject whose step would take longer than `slow_step_seconds` is measured once, on part of a step.
     """
 
     config: Path
@@ -38,11 +38,11 @@ class Procedure:
 
 
 class SubjectError(RuntimeError):
-    """A measured process ended or did not start; the text has the end of its log."""
+    """A measured process failed; the text has the end of its log."""
 
 
 class _Station:
-    """A subject's processes, up and waiting, and what was measured of them so far. Raises SubjectError."""
+    """A subject's running processes and the measurements so far. Raises SubjectError."""
 
     def __init__(self, subject: Subject, procedure: Procedure, stack: ExitStack) -> None:
         overrides = [*procedure.overrides, f"precision.mode={subject.precision}"]
@@ -86,11 +86,11 @@ class _Station:
         )
 
     def warm_up(self, tokens_per_step: int, slow_step_seconds: float) -> None:
-        """The first step; of a subject whose steps would take too long, a small piece, which then is its result."""
+        """The first step; if steps take too long, part of one, which is then the subject's result."""
         least_speed = tokens_per_step / slow_step_seconds
         short = self.measure("short_step")
         if short.tokens_per_second < least_speed:
-            # What is done only once, at the start, does not count against it.
+            # One-time startup work does not count.
             short = self.measure("short_step")
         self.result.is_short = short.tokens_per_second < least_speed
         first = short
@@ -107,9 +107,9 @@ class _Station:
 
 
 def run_rounds(subjects: Sequence[Subject], procedure: Procedure, say: Say) -> list[SubjectResult]:
-    """Measure every subject; `say` gets a line now and then. Raises SubjectError when a process fails."""
+    """Measure every subject; `say` gets progress lines. Raises SubjectError when a process fails."""
     with ExitStack() as stack:
-        # One after the other: they would slow each other's start.
+        # Started one by one: they would slow down each other.
         stations = [_start(subject, procedure, stack, say) for subject in subjects]
         steady = [station for station in stations if not station.result.is_short]
         for number in range(procedure.num_rounds):
@@ -137,6 +137,6 @@ def _failure(subject: Subject, when: str, error: JobError) -> SubjectError:
 
 
 def _busy_cpu_seconds() -> float:
-    """CPU seconds that all processes of the machine have used, over all CPUs."""
+    """CPU seconds used by all processes of the machine."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0))

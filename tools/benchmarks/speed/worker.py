@@ -1,4 +1,4 @@
-"""One measured process: it builds one subject, then does what it is told, one command at a time."""
+"""A measured process: builds one subject, then executes commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_fp8.config.schema import Config
 
 
 def serve(connection: Connection, subject: Subject, config: Path, overrides: list[str]) -> None:
-    """Say how many parameters the subject has, then answer `step`, `short_step` and `profile` until nobody asks."""
+    """Send the number of parameters, then answer `step`, `short_step` and `profile` until the connection closes."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(subject.num_threads)
     run = build_run(subject, load_config(config, overrides).config)
@@ -59,7 +59,7 @@ def measure(run: Run, *, short: bool) -> dict[str, Any]:
 
 
 def profile(run: Run) -> list[dict[str, Any]]:
-    """The operations of one step that took the most time by themselves: name, seconds, calls; largest first."""
+    """Operations of one step by self time, largest first."""
     with torch.profiler.profile(acc_events=True) as profiler:
         run.step()
     averages = profiler.key_averages()
