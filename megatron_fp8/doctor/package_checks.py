@@ -16,6 +16,8 @@ from megatron_fp8.doctor.finding import Finding, HostContext, Status
 from megatron_fp8.report.code_version import code_version, describe_code
 
 DISTRIBUTION = "megatron-fp8"
+# Of the distribution: what a training run imports.
+_EXTRAS = ("", "train", "data", "report")
 # Used if installed, never required; listed in the version matrix.
 _OPTIONAL = ("apex", "flash-attn", "torchao", "transformer-engine-cu12", "transformer-engine-cu13", "triton")
 
@@ -41,15 +43,17 @@ def packages(context: HostContext) -> Finding:  # noqa: ARG001
         needed = [Requirement(text) for text in requires(DISTRIBUTION) or []]
     except PackageNotFoundError:
         return Finding("packages", Status.ABSENT, f"{DISTRIBUTION} is not installed, so its requirements are unknown")
-    needed = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    needed = [
+        one for one in needed if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in _EXTRAS)
+    ]
     versions: dict[str, str] = {}
     wrong = []
     for one in needed:
-        found = installed(one.name)
+        found, named = installed(one.name), str(one).partition(";")[0].strip()
         if found is None:
-            wrong.append(str(one))
+            wrong.append(named)
         elif not one.specifier.contains(Version(found), prereleases=True):
-            wrong.append(f"{one} (is {found})")
+            wrong.append(f"{named} (is {found})")
             versions[one.name] = found
         else:
             versions[one.name] = found

@@ -77,7 +77,9 @@ def test_a_check_that_hangs_is_a_fault_that_says_where(tmp_path: Path, monkeypat
 
 
 def test_missing_packages_and_old_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "requires", lambda name: ["torch>=2.13", "rich>=13", "numpy", 'x; extra == "dev"'])
+    monkeypatch.setattr(
+        packages, "requires", lambda name: ["torch>=2.13", "rich>=13", "numpy; extra == 'train'", "x; extra == 'dev'"]
+    )
     monkeypatch.setattr(packages, "installed", {"torch": "2.12.0+cu130", "rich": "15.0"}.get)
     found = packages.packages(HostContext())
     assert found.status is Status.FAULT
