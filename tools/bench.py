@@ -1,7 +1,7 @@
-"""Measures our training step beside a plain-PyTorch loop of the same model, interleaved in one run.
+"""Benchmarks our training step against a plain-PyTorch loop of the same model, interleaved in one run.
 
-Tokens per second, peak memory and start-up time of the reference work (configs/r1.yaml) in each precision, the ratios
-between them, and this machine's GEMM rate at the model's shapes as the ceiling. What was found: docs/performance.md.
+Reports tokens per second, peak memory and startup time of the reference workload (configs/r1.yaml) in each precision,
+their ratios, and this machine's GEMM rate at the model's shapes as the ceiling. Results: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.speed.plan import MODES, Plan, make_plan
+from benchmarks.speed.measurement import MODES, Plan, make_plan
 
 _REFERENCE = Path(__file__).resolve().parent.parent / "configs" / "r1.yaml"
-# R1's shapes in every GEMM, but fewer layers and one micro-batch a step: minutes become seconds.
+# R1's GEMM shapes, but fewer layers and one micro-batch per step: seconds instead of minutes.
 _QUICK = ("model.num_layers=2", "training.global_batch_size=4")
 _QUICK_WITH_DP = ("model.num_layers=2", "training.global_batch_size=8")
 
@@ -23,43 +23,43 @@ _QUICK_WITH_DP = ("model.num_layers=2", "training.global_batch_size=8")
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command line to settings; a wrong one exits with code 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the config")
-    parser.add_argument("--config", type=Path, default=_REFERENCE, help="the work (default: configs/r1.yaml)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="config overrides")
+    parser.add_argument("--config", type=Path, default=_REFERENCE, help="the workload (default: configs/r1.yaml)")
     parser.add_argument(
         "--modes",
         nargs="+",
         choices=MODES,
         default=list(MODES),
-        help="fp32, bf16: beside plain PyTorch; fp8: beside our bf16; dp: two ranks beside one (default: all)",
+        help="fp32, bf16: against plain PyTorch; fp8: against our bf16; dp: two ranks against one (default: all)",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each subject (default: 5)")
-    parser.add_argument("--threads", type=int, default=2, help="threads of a one-process subject (default: 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="measured steps per subject (default: 5)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of a single-process subject (default: 2)")
     parser.add_argument(
-        "--quick", action="store_true", help="2 layers, a smaller batch, 3 rounds: a look, not a result"
+        "--quick", action="store_true", help="2 layers, a smaller batch, 3 rounds: a smoke test, not a result"
     )
-    parser.add_argument("--profile", action="store_true", help="add a table of the largest costs of one step of each")
+    parser.add_argument("--profile", action="store_true", help="also profile one step of each subject")
     parser.add_argument(
         "--checkpoints",
         type=Path,
         metavar="DIRECTORY",
-        help="measure saving and loading a checkpoint on that disk instead, beside torch.save of the same bytes",
+        help="instead measure saving and loading a checkpoint in this directory, against torch.save of the same bytes",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample to FILE")
     parser.add_argument(
         "--slow-step-seconds",
         type=float,
         default=120.0,
-        help="a subject whose step would take longer is measured on a small piece, once (default: 120)",
+        help="a subject with slower steps is measured once, on part of a step (default: 120)",
     )
-    parser.add_argument("--start-timeout-seconds", type=float, default=300.0, help="for each subject (default: 300)")
+    parser.add_argument("--start-timeout-seconds", type=float, default=300.0, help="per subject (default: 300)")
     settings = parser.parse_args(arguments)
     for name in ("rounds", "threads"):
         if getattr(settings, name) < 1:
             parser.error(f"--{name} {getattr(settings, name)}: use at least 1")
     if settings.checkpoints is not None and not settings.checkpoints.is_dir():
-        parser.error(f"--checkpoints {settings.checkpoints}: there is no such directory; make it first")
+        parser.error(f"--checkpoints {settings.checkpoints}: no such directory; create it first")
     if settings.json is not None and not settings.json.parent.is_dir():
-        parser.error(f"--json {settings.json}: there is no directory {settings.json.parent}; make it first")
+        parser.error(f"--json {settings.json}: no directory {settings.json.parent}; create it first")
     if settings.quick:
         settings.rounds = min(settings.rounds, 3)
         settings.overrides = [*(_QUICK_WITH_DP if "dp" in settings.modes else _QUICK), *settings.overrides]
@@ -67,7 +67,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run_checkpoints(settings: argparse.Namespace) -> None:
-    """Measure and show what checkpoints cost."""
+    """Measure and print the cost of checkpoints."""
     from dataclasses import asdict
 
     from benchmarks.speed.checkpoint_cost import measure_checkpoints
@@ -85,7 +85,7 @@ def run_checkpoints(settings: argparse.Namespace) -> None:
 
 
 def run(settings: argparse.Namespace, plan: Plan) -> None:
-    """Measure and show. Raises ConfigError, LayoutError and SubjectError."""
+    """Measure and print. Raises ConfigError, LayoutError and SubjectError."""
     from benchmarks.speed import report
     from benchmarks.speed.rounds import Procedure, run_rounds
     from rich.console import Console
@@ -116,10 +116,10 @@ def run(settings: argparse.Namespace, plan: Plan) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0: measured; 1: a subject failed; 2: a wrong config."""
+    """Exit code 0: measured; 1: a subject failed; 2: invalid config."""
     settings = parse_arguments(arguments)
     plan = make_plan(settings.modes, settings.threads)
-    from benchmarks.speed.processes import SubjectError
+    from benchmarks.speed.rounds import SubjectError
 
     from megatron_fp8.config.layout import LayoutError
     from megatron_fp8.config.problem import ConfigError

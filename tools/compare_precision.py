@@ -1,9 +1,9 @@
 """Compares number formats: the same small model, data and seeds in FP32, BF16, FP16, FP8 with each recipe, and in
 torchao's FP8, tensorwise and rowwise.
 
-Prints each mode's loss less the reference's beside the seed-to-seed spread, and the signal-to-quantization-noise ratio
-of every GEMM operand. Each mode and seed runs in a process of its own, on the samples that the training loop would
-read. What the numbers can say and what not: tools/benchmarks/formats/difference.py. What was found: docs/precision.md.
+Prints each mode's loss minus the reference's next to the seed-to-seed spread, and the signal-to-quantization-noise
+ratio of every GEMM operand. Each mode and seed runs in its own process, on the samples that the training loop would
+read. What the numbers can and cannot show: tools/benchmarks/formats/comparison.py. Results: docs/precision.md.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.formats.modes import MODES, default_reference
+from benchmarks.formats.plan import MODES, default_reference
 
 if TYPE_CHECKING:
-    from benchmarks.formats.comparison import Comparison
-    from benchmarks.formats.plan import Plan
-    from benchmarks.formats.samples import Preparation
+    from benchmarks.formats.comparison import Comparison, Failure
+    from benchmarks.formats.plan import Plan, Preparation
+    from benchmarks.processes import JobError
 
 _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "compare.yaml"
 _QUICK = ("training.train_iters=4", "optimizer.lr_warmup_iters=1", "model.num_layers=2")
 
 
 class StoppedError(Exception):
-    """Nothing can be compared; `code` is the exit code."""
+    """The comparison cannot run; `code` is the exit code."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -38,7 +38,7 @@ class StoppedError(Exception):
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command line to settings; a wrong one exits with code 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the config")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="config overrides")
     parser.add_argument(
         "--config", type=Path, default=_CONFIG, help="model, data, steps (default: configs/compare.yaml)"
     )
@@ -47,18 +47,21 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         nargs="+",
         choices=tuple(MODES),
         metavar="MODE",
-        help=f"what to compare (default: all that the device can run): {', '.join(MODES)}",
+        help=f"what to compare (default: all that the device supports): {', '.join(MODES)}",
     )
     parser.add_argument("--reference", choices=tuple(MODES), metavar="MODE", help="default: fp32, else bf16")
-    parser.add_argument("--seeds", type=int, metavar="N", help="training.seed and the N - 1 after it (default: 3)")
+    parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds, from training.seed on (default: 3)")
     parser.add_argument(
-        "--last", type=int, metavar="K", help="compare the mean loss of the last K steps (default: a fifth)"
+        "--last", type=int, metavar="K", help="compare the mean loss of the last K steps (default: the last fifth)"
     )
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of a run (default: CPUs / jobs)")
-    parser.add_argument("--quick", action="store_true", help="4 steps of 2 layers, 1 seed: a look, not a result")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="concurrent runs (default: 1)")
+    parser.add_argument("--threads", type=int, metavar="N", help="threads per run (default: CPUs / jobs)")
+    parser.add_argument("--quick", action="store_true", help="4 steps, 2 layers, 1 seed: a smoke test, not a result")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write comparison.json, losses.png and sqnr.png there (over older ones)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write comparison.json, losses.png and sqnr.png to DIR",
     )
     settings = parser.parse_args(arguments)
     for name in ("seeds", "last", "jobs", "threads"):
@@ -69,9 +72,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     settings.modes = list(dict.fromkeys(settings.modes or MODES))
     settings.reference = settings.reference or default_reference(settings.modes)
     if settings.reference not in settings.modes:
-        parser.error(f"--reference {settings.reference}: it is not among --modes {' '.join(settings.modes)}")
+        parser.error(f"--reference {settings.reference}: not one of --modes {' '.join(settings.modes)}")
     if settings.out is not None and settings.out.exists() and not settings.out.is_dir():
-        parser.error(f"--out {settings.out}: is a file; name a directory")
+        parser.error(f"--out {settings.out}: is a file; use a directory")
     settings.seeds = settings.seeds or (1 if settings.quick else 3)
     settings.threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.jobs)
     if settings.quick:
@@ -81,25 +84,32 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def prepare_samples(plan: Plan, directory: Path) -> Preparation:
     """Every seed's samples, made in a process of its own. Raises StoppedError."""
-    from benchmarks.formats.plan import samples_file
-    from benchmarks.formats.processes import Failure, run_in_processes
-    from benchmarks.formats.samples import PrepareTask, prepare
+    from benchmarks.formats.comparison import Failure
+    from benchmarks.formats.plan import PrepareTask, samples_file
+    from benchmarks.processes import JobError, run_jobs
 
-    results: list[Any] = []
     files = {seed: samples_file(directory, seed) for seed in plan.seeds}
     task = PrepareTask(plan.path, plan.overrides, files)
-    run_in_processes(prepare, [(task,)], 1, lambda *_: None, lambda _, result: results.append(result))
-    (result,) = results
+    ((_, result), *_) = run_jobs([("benchmarks.formats.worker:send_preparation", task)], 1)
     if isinstance(result, Failure):
-        raise StoppedError(f"reading the data: {result.text}", 2 if result.bad_input else 1)
+        raise StoppedError(f"reading the data: {result.text}", 2)
+    if isinstance(result, JobError):
+        raise StoppedError(f"reading the data: {failure_text(result)}", 1)
     prepared: Preparation = result
     return prepared
 
 
+def failure_text(failure: Failure | JobError) -> str:
+    """Why a process gave no result."""
+    if isinstance(failure, Exception):
+        return f"its process ended with code {failure.code}. The end of its log:\n{failure.log}"
+    return failure.text
+
+
 def run_all(plan: Plan, directory: Path, settings: argparse.Namespace) -> list[Any]:
-    """Results of the runs that ended well; what became of the others is said at once."""
-    from benchmarks.formats.processes import Failure, run_in_processes
-    from benchmarks.formats.worker import run_task
+    """Results of the successful runs; failures are printed as they happen."""
+    from benchmarks.formats.comparison import Failure
+    from benchmarks.processes import JobError, run_jobs
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -130,19 +140,24 @@ def run_all(plan: Plan, directory: Path, settings: argparse.Namespace) -> list[A
             on_step(index, num_steps)
             task = tasks[index]
             start = f"{index + 1} of {len(tasks)}: {task.mode}, seed {task.seed}"
-            if isinstance(result, Failure):
-                console.print(f"{start} failed: {result.text}", markup=False, highlight=False)
+            if isinstance(result, (Failure, JobError)):
+                console.print(f"{start} failed: {failure_text(result)}", markup=False, highlight=False)
                 return
             results.append(result)
             text = f"{start}: last loss {result.losses[-1]:.4f}, {result.seconds:.0f} s"
             console.print(text, markup=False, highlight=False)
 
-        run_in_processes(run_task, [(task,) for task in tasks], settings.jobs, on_step, on_end)
+        calls = [("benchmarks.formats.worker:send_run", task) for task in tasks]
+        for index, message in run_jobs(calls, settings.jobs):
+            if isinstance(message, int):
+                on_step(index, message)
+            else:
+                on_end(index, message)
     return results
 
 
 def compare(settings: argparse.Namespace) -> tuple[Comparison, bool]:
-    """The comparison, and whether every run ended well. Raises BadInputError and StoppedError."""
+    """The comparison, and whether every run succeeded. Raises BadInputError and StoppedError."""
     from dataclasses import replace
 
     from benchmarks.formats.comparison import Comparison, collect
@@ -158,14 +173,14 @@ def compare(settings: argparse.Namespace) -> tuple[Comparison, bool]:
         preparation = prepare_samples(plan, directory)
         unsupported = {mode: why for mode, why in preparation.unsupported.items() if mode in plan.modes}
         for mode, why in unsupported.items():
-            print(f"{mode} is left out: {why}", file=sys.stderr)
+            print(f"{mode} is skipped: {why}", file=sys.stderr)
         if unsupported and not settings.all_modes:
-            raise StoppedError("--modes: leave out what this device cannot run", 2)
+            raise StoppedError("--modes: remove what this device does not support", 2)
         plan = replace(plan, modes=tuple(mode for mode in plan.modes if mode not in unsupported))
         results = run_all(plan, directory, settings)
     runs = collect(results, plan.modes, plan.seeds)
     if not runs:
-        raise StoppedError("no mode ran to its end with every seed", 1)
+        raise StoppedError("no mode finished with every seed", 1)
     found = Comparison(plan.base.config, preparation.device, settings.reference, num_last, settings.threads, runs)
     return found, len(runs) == len(plan.modes)
 
@@ -183,7 +198,7 @@ def write(comparison: Comparison, directory: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0: compared; 1: a run failed (the other modes are compared all the same); 2: a wrong config or data."""
+    """Exit code 0: compared; 1: a run failed (the other modes are still compared); 2: invalid config or data."""
     settings = parse_arguments(arguments)
     from benchmarks.formats import report
     from rich.console import Console
@@ -204,6 +219,6 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if is_whole else 1
 
 
-# Processes that are spawned import this file.
+# Spawned processes import this file.
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""Reports what is installed on a machine, and what of it works.
+"""Checks that a machine is ready to train: versions, GPUs, libraries, collectives, file systems.
 
-Alone, or on all ranks under torchrun. Exit code 1: training here would fail. What a machine only lacks is no fault.
+Runs standalone, or on all ranks under torchrun. Exit code 1: training here would fail.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_fp8.doctor.examination import ORDER, DoctorOptions, examine
-from megatron_fp8.doctor.finding import Finding, Status, Surroundings, launched
+from megatron_fp8.doctor.finding import Finding, HostContext, Status, launched
 
 _FILE_WIDTH = 140
 _STYLES = {Status.OK: "green", Status.ABSENT: "yellow", Status.FAULT: "bold red"}
@@ -28,25 +28,25 @@ class Row:
 
 
 def rows(by_rank: Sequence[Sequence[Finding]]) -> list[Row]:
-    """Findings of all ranks: one row for what is well everywhere, else one for each thing that was found."""
+    """Findings of all ranks: one row per check if all are ok, else one per distinct finding."""
     found: list[Row] = []
     for check in ORDER:
         of_check = [(rank, one) for rank, findings in enumerate(by_rank) for one in findings if one.check == check]
         groups: dict[tuple[Status, str], list[tuple[int, Finding]]] = {}
         for rank, one in of_check:
-            # Sizes and times differ from rank to rank, and nobody has to act on them.
+            # The texts of good findings differ in sizes and times, which need no action.
             groups.setdefault((one.status, "" if one.status is Status.OK else one.text), []).append((rank, one))
         found += [Row(group[0][1], tuple(rank for rank, _ in group)) for group in groups.values()]
     return found
 
 
 def versions(by_rank: Sequence[Sequence[Finding]]) -> dict[str, str]:
-    """The version matrix of rank 0; `same versions` says whether the others have it too."""
+    """Rank 0's version matrix; the check `same versions` compares the others with it."""
     return {name: text for finding in by_rank[0] for name, text in finding.versions.items()}
 
 
 def num_faults(by_rank: Sequence[Sequence[Finding]]) -> int:
-    """Rows that are faults."""
+    """Number of rows with a fault."""
     return sum(row.finding.status is Status.FAULT for row in rows(by_rank))
 
 
@@ -67,7 +67,7 @@ def as_json(by_rank: Sequence[Sequence[Finding]]) -> str:
 
 
 def show(by_rank: Sequence[Sequence[Finding]]) -> None:
-    """Print the version matrix, the findings and a last line for people."""
+    """Print version matrix, findings and verdict as tables."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -91,11 +91,11 @@ def show(by_rank: Sequence[Sequence[Finding]]) -> None:
         checks.add_row(row.finding.check, f"[{style}]{row.finding.status.value}[/]", escape(text))
     console.print(checks)
     faults = num_faults(by_rank)
-    console.print(f"\n[{_STYLES[Status.FAULT]}]{faults} faults[/]" if faults else "\nno fault")
+    console.print(f"\n[{_STYLES[Status.FAULT]}]{faults} faults[/]" if faults else "\nno faults")
 
 
 def show_plainly(by_rank: Sequence[Sequence[Finding]]) -> None:
-    """A line for each finding, where rich is what is missing."""
+    """One line per finding, for when rich is not installed."""
     for row in rows(by_rank):
         advice = f" -> {row.finding.advice}" if row.finding.advice else ""
         print(f"{row.finding.check}: {row.finding.status.value}: {row.finding.text}{advice}")
@@ -112,23 +112,31 @@ def parse_arguments(arguments: Sequence[str] | None, program: str | None = None)
     assert __doc__ is not None
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--run-root", default="runs", help="directory of the runs, run.root of the config (runs)")
-    parser.add_argument("--min-gpus", type=int, default=0, metavar="N", help="fewer GPUs than N are a fault (0)")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="a check that takes longer is a fault (300)"
+        "--run-root", default="runs", help="directory of the runs, as run.root in the config (default: runs)"
+    )
+    parser.add_argument(
+        "--min-gpus", type=int, default=0, metavar="N", help="fewer than N GPUs are a fault (default: 0)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="time limit of each check; exceeding it is a fault (default: 300)",
     )
     settings = parser.parse_args(arguments)
     if settings.timeout <= 0:
-        parser.error(f"--timeout {settings.timeout}: a check needs some time; use 300")
+        parser.error(f"--timeout {settings.timeout}: must be positive; use 300")
     return settings
 
 
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> None:
-    """Examine, and report on rank 0; `program`: its name in `--help`."""
+    """Run the checks and report on rank 0; `program`: the name in `--help`."""
     settings = parse_arguments(arguments, program)
     rank, world_size = launched() or (0, 1)
-    surroundings = Surroundings(settings.run_root, settings.min_gpus, rank, world_size)
-    found = examine(DoctorOptions(surroundings, launched() is not None, settings.timeout))
+    context = HostContext(settings.run_root, settings.min_gpus, rank, world_size)
+    found = examine(DoctorOptions(context, launched() is not None, settings.timeout))
     if rank == 0:
         if settings.json:
             print(as_json(found))

@@ -1,6 +1,6 @@
-"""Runs the doctor's checks: each in a process of its own, with a time limit, alone and on all ranks together.
+"""Runs the doctor's checks, each in its own process with a time limit, on one rank or on all ranks at once.
 
-A process that dies or hangs is a fault of its check and of no other. Must not know what checks look at.
+A process that dies or hangs is a fault of its check alone. Must not know what checks look at.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import IO, Any
 
-from megatron_fp8.doctor.finding import Finding, Status, Surroundings, child_environment
+from megatron_fp8.doctor.finding import Finding, HostContext, Status, child_environment
 from megatron_fp8.doctor.host_checks import gpu_nodes
 from megatron_fp8.doctor.rank_checks import same_versions
 
-# Of one process alone; name to module and function.
+# Checks of a single process: name to module and function.
 ALONE = {
     "python": "package_checks.python",
     "packages": "package_checks.packages",
@@ -39,13 +39,13 @@ ALONE = {
     "megatron core": "library_checks.megatron_core",
     "apex": "library_checks.apex",
 }
-# Of all ranks at once: every rank carries them out, and they meet.
+# Checks that all ranks run at once, connected to each other.
 TOGETHER = {
     "gloo": "rank_checks.gloo",
     "nccl": "rank_checks.device_collectives",
     "shared files": "rank_checks.shared_files",
 }
-# Made of what all ranks found.
+# Derived from the findings of all ranks.
 SAME_VERSIONS = "same versions"
 GATHER = "rank_checks.gather"
 ORDER = (*ALONE, *TOGETHER, SAME_VERSIONS)
@@ -62,50 +62,50 @@ NEEDS = {
 }
 
 
-def carry_out(check: str, surroundings: Surroundings) -> Finding:
-    """Import a check and call it; what it raises passes through."""
-    finding = call({**ALONE, **TOGETHER}[check], surroundings)
+def run_check(check: str, context: HostContext) -> Finding:
+    """Import a check and call it."""
+    finding = call({**ALONE, **TOGETHER}[check], context)
     assert isinstance(finding, Finding)
     return finding
 
 
-def call(place: str, surroundings: Surroundings) -> Any:
-    """What the function at `place`, a module of the doctor and its function, answers."""
+def call(place: str, context: HostContext) -> Any:
+    """Call the function at `place`, as in `host_checks.driver`."""
     module, _, function = place.partition(".")
-    return getattr(import_module(f"megatron_fp8.doctor.{module}"), function)(surroundings)
+    return getattr(import_module(f"megatron_fp8.doctor.{module}"), function)(context)
 
 
 _ADVICE = "install the versions of the image (docker/), or of locks/"
 _MOST_CHARS = 400
 _SECONDS_TO_DIE = 20.0
-# A process that imports torch takes a core for some seconds and up to 1 GB; each rank of a machine starts as many.
+# Importing torch takes a core for seconds and up to 1 GB, and each rank of a node starts this many processes.
 _PROCESSES_AT_ONCE = 4
-# Of a machine without GPUs: enough that ranks have to meet.
+# On a machine without GPUs: enough for a collective.
 _LOCAL_RANKS_WITHOUT_GPUS = 2
-# Ranks of one machine cannot fail of these.
+# Trivial on a single node.
 _OF_SEVERAL_MACHINES = ("shared files", SAME_VERSIONS)
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What is examined. `launched`: torchrun started this process and its like, else the doctor starts ranks itself."""
+    """What to examine. `launched`: by torchrun; otherwise the doctor starts ranks itself."""
 
-    surroundings: Surroundings
+    context: HostContext
     launched: bool
     seconds_per_check: float
 
 
 def examine(options: DoctorOptions) -> list[list[Finding]]:
-    """The findings of every rank, by rank; of this rank alone where the ranks could not tell each other."""
+    """Findings by rank; of this rank alone if the ranks could not connect."""
     mine = alone(options)
     if any(finding.check == "torch" and finding.status is Status.FAULT for finding in mine):
-        text = "not looked at: torch has a fault"
+        text = "skipped: torch has a fault"
         return [[*mine, *(Finding(check, Status.ABSENT, text) for check in (*TOGETHER, SAME_VERSIONS))]]
     if not options.launched:
         return [[*mine, *_of_local_ranks(options)]]
-    mine += _all_of(TOGETHER, options.surroundings, options.seconds_per_check)
-    surroundings = replace(options.surroundings, findings=tuple(mine))
-    gathered = _answer(GATHER, surroundings, options.seconds_per_check)
+    mine += _all_of(TOGETHER, options.context, options.seconds_per_check)
+    context = replace(options.context, findings=tuple(mine))
+    gathered = _answer(GATHER, context, options.seconds_per_check)
     if isinstance(gathered, Finding):
         return [[*mine, replace(gathered, check=SAME_VERSIONS)]]
     by_rank = [[Finding.from_json(item) for item in findings] for _, findings in gathered]
@@ -114,33 +114,32 @@ def examine(options: DoctorOptions) -> list[list[Finding]]:
 
 
 def alone(options: DoctorOptions) -> list[Finding]:
-    """What this rank finds by itself."""
-    checks = [check for check in ALONE if check != "wandb" or options.surroundings.rank == 0]
-    return _all_of(checks, options.surroundings, options.seconds_per_check)
+    """This rank's findings of the checks that need no other rank."""
+    checks = [check for check in ALONE if check != "wandb" or options.context.rank == 0]
+    return _all_of(checks, options.context, options.seconds_per_check)
 
 
-def _all_of(checks: Collection[str], surroundings: Surroundings, seconds: float, local: bool = False) -> list[Finding]:
-    """What each of `checks` finds, several at a time; one that needs another is started after it, and not at all after
-    its fault."""
+def _all_of(checks: Collection[str], context: HostContext, seconds: float, local: bool = False) -> list[Finding]:
+    """Findings of `checks`, several at a time; a check runs after the one it needs, and is skipped if that failed."""
     found: dict[str, Finding] = {}
     waiting = list(checks)
     with ThreadPoolExecutor(_PROCESSES_AT_ONCE) as pool:
         while waiting:
             ready = [check for check in waiting if NEEDS.get(check) not in waiting]
             waiting = [check for check in waiting if check not in ready]
-            told = pool.map(_unless_pointless(found, surroundings, seconds, local), ready)
+            told = pool.map(_unless_skipped(found, context, seconds, local), ready)
             found.update(zip(ready, told, strict=True))
     return [found[check] for check in checks]
 
 
-def _unless_pointless(
-    found: dict[str, Finding], surroundings: Surroundings, seconds: float, local: bool
+def _unless_skipped(
+    found: dict[str, Finding], context: HostContext, seconds: float, local: bool
 ) -> Callable[[str], Finding]:
     def look(check: str) -> Finding:
         needed = found.get(NEEDS.get(check, ""))
-        if needed is not None and (needed.status is Status.FAULT or needed.text.startswith("not looked at")):
-            return Finding(check, Status.ABSENT, f"not looked at: {needed.check} has a fault")
-        answer = _answer(check, surroundings, seconds, local)
+        if needed is not None and (needed.status is Status.FAULT or needed.text.startswith("skipped")):
+            return Finding(check, Status.ABSENT, f"skipped: {needed.check} has a fault")
+        answer = _answer(check, context, seconds, local)
         assert isinstance(answer, Finding)
         return answer
 
@@ -148,11 +147,11 @@ def _unless_pointless(
 
 
 def _of_local_ranks(options: DoctorOptions) -> list[Finding]:
-    """What ranks of this machine, one a GPU, find together: the first one's findings, and the others' faults."""
+    """Findings of ranks on this machine, one per GPU: rank 0's, and faults of the others."""
     num_ranks = len(gpu_nodes()) or _LOCAL_RANKS_WITHOUT_GPUS
     checks = [check for check in TOGETHER if check not in _OF_SEVERAL_MACHINES]
     with tempfile.TemporaryDirectory(prefix="doctor-") as directory, ThreadPoolExecutor(num_ranks) as pool:
-        meeting = replace(options.surroundings, world_size=num_ranks, rendezvous=f"file://{directory}/rendezvous")
+        meeting = replace(options.context, world_size=num_ranks, rendezvous=f"file://{directory}/rendezvous")
         ranks = [replace(meeting, rank=rank) for rank in range(num_ranks)]
         told = pool.map(lambda rank: _all_of(checks, rank, options.seconds_per_check, local=True), ranks)
         found: dict[str, Finding] = {}
@@ -161,14 +160,14 @@ def _of_local_ranks(options: DoctorOptions) -> list[Finding]:
                 first = found.setdefault(finding.check, finding)
                 if finding.status is Status.FAULT and first.status is not Status.FAULT:
                     found[finding.check] = replace(finding, text=f"rank {rank}: {finding.text}")
-    text = "one machine alone: torchrun starts the doctor on several"
+    text = "single machine: start the doctor under torchrun to check several"
     return [*found.values(), *(Finding(check, Status.ABSENT, text) for check in _OF_SEVERAL_MACHINES)]
 
 
-def _answer(check: str, surroundings: Surroundings, seconds: float, local: bool = False) -> Finding | list[Any]:
-    """What a process of its own answers to `check`; its death or silence is a fault of that check."""
-    environment = child_environment(*((surroundings.rank, surroundings.world_size) if local else ()))
-    # A process that hangs is asked to print where.
+def _answer(check: str, context: HostContext, seconds: float, local: bool = False) -> Finding | list[Any]:
+    """Run `check` in its own process; if that dies or hangs, the check has a fault."""
+    environment = child_environment(*((context.rank, context.world_size) if local else ()))
+    # A process that hangs prints where when it is aborted.
     environment["PYTHONFAULTHANDLER"] = "1"
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log,
@@ -184,7 +183,7 @@ def _answer(check: str, surroundings: Surroundings, seconds: float, local: bool 
         ) as process,
     ):
         try:
-            process.communicate(json.dumps(surroundings.as_json()) + "\n", timeout=seconds)
+            process.communicate(json.dumps(context.as_json()) + "\n", timeout=seconds)
         except subprocess.TimeoutExpired:
             return _death(check, process, log, hung_seconds=seconds)
         finally:
@@ -198,7 +197,7 @@ def _answer(check: str, surroundings: Surroundings, seconds: float, local: bool 
 
 
 def _death(check: str, process: subprocess.Popen[str], log: IO[str], hung_seconds: float | None) -> Finding:
-    """The fault of a check whose process died, or hangs: what it wrote last says why."""
+    """The fault of a check whose process died or hangs, with the last line it wrote."""
     if hung_seconds is not None:
         process.send_signal(signal.SIGABRT)
     try:

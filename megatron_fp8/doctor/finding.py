@@ -1,4 +1,4 @@
-"""What a check of the doctor reports, what it is told, and the environment of its process. Imports no torch."""
+"""A check's finding, its context, and the environment of its process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Status(str, Enum):
 
     OK = "ok"
     ABSENT = "not here"
-    """Does without it; the text says why it is not here."""
+    """Not available and not needed; the text says why."""
     FAULT = "FAULT"
-    """Training here would fail, or give wrong numbers; `advice` says what to do."""
+    """Training here would fail or give wrong results; `advice` says what to do."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found on one rank. `versions`: of what it looked at, by name, for the version matrix."""
+    """What one check found on one rank. `versions`: by name, for the version matrix."""
 
     check: str
     status: Status
@@ -39,10 +39,10 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What checks are told. `rendezvous`: torch's init method by which the ranks meet. `min_gpus`: that must be here.
+class HostContext:
+    """What a check is given. `rendezvous`: torch's init method. `min_gpus`: fewer are a fault.
 
-    `findings`: what this rank found before its ranks meet.
+    `findings`: of this rank, before the ranks connect.
     """
 
     run_root: str = "runs"
@@ -57,9 +57,9 @@ class Surroundings:
         return {**asdict(self), "findings": [finding.as_json() for finding in self.findings]}
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> Surroundings:
-        """The surroundings that `as_json` wrote."""
-        return Surroundings(**{**data, "findings": tuple(Finding.from_json(item) for item in data["findings"])})
+    def from_json(data: dict[str, Any]) -> HostContext:
+        """The context that `as_json` wrote."""
+        return HostContext(**{**data, "findings": tuple(Finding.from_json(item) for item in data["findings"])})
 
 
 def launched() -> tuple[int, int] | None:
@@ -73,7 +73,7 @@ def launched() -> tuple[int, int] | None:
 
 
 def child_environment(local_rank: int | None = None, num_ranks: int = 1) -> dict[str, str]:
-    """This process's environment; with `local_rank` that of a rank of a job of this machine alone."""
+    """This process's environment; with `local_rank`, that of a rank of a single-node job."""
     if local_rank is None:
         return dict(os.environ)
     rank = {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank)}

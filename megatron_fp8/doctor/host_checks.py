@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from megatron_fp8.doctor.finding import Finding, Status, Surroundings
+from megatron_fp8.doctor.finding import Finding, HostContext, Status
 
 # NCCL takes some 10 MB for each connection of two processes of a machine; containers are born with 64 MiB for all.
 LEAST_SHARED_BYTES = 1 << 30
@@ -24,15 +24,15 @@ _QUERY = "name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.vo
 
 
 def gpu_nodes(devices: Path = Path("/dev")) -> list[Path]:
-    """The device files of NVIDIA's GPUs that this process could open."""
+    """Device files of the NVIDIA GPUs visible to this process."""
     return sorted(path for path in devices.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdecimal())
 
 
-def driver(surroundings: Surroundings, devices: Path = Path("/dev"), smi: str = "nvidia-smi") -> Finding:
-    """NVIDIA's driver and the GPUs that it knows."""
+def driver(context: HostContext, devices: Path = Path("/dev"), smi: str = "nvidia-smi") -> Finding:
+    """The NVIDIA driver and its GPUs."""
     nodes = gpu_nodes(devices)
-    if len(nodes) < surroundings.min_gpus:
-        text = f"{len(nodes)} GPUs are here, and {surroundings.min_gpus} must be"
+    if len(nodes) < context.min_gpus:
+        text = f"{len(nodes)} GPUs found, but --min-gpus asks for {context.min_gpus}"
         advice = "start the container with its GPUs (docker: --gpus all; Kubernetes: limits of nvidia.com/gpu)"
         return Finding("driver", Status.FAULT, text, advice)
     if not nodes:
@@ -42,26 +42,26 @@ def driver(surroundings: Surroundings, devices: Path = Path("/dev"), smi: str = 
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stdout", "") or getattr(error, "stderr", "") or str(error)).strip()
-        advice = "install the driver on the host, or restart it; in a container let NVIDIA's container toolkit add it"
-        return Finding("driver", Status.FAULT, f"{len(nodes)} GPUs, and nvidia-smi fails: {said}", advice)
+        advice = "install or restart the driver on the host; in a container, use the NVIDIA Container Toolkit"
+        return Finding("driver", Status.FAULT, f"{len(nodes)} GPUs, but nvidia-smi fails: {said}", advice)
     gpus = [[word.strip() for word in line.split(",")] for line in answer.strip().splitlines()]
     names = sorted({gpu[0] for gpu in gpus})
     broken = [f"GPU {index}: {gpu[4]}" for index, gpu in enumerate(gpus) if gpu[4].isdecimal() and int(gpu[4])]
     text = f"{len(gpus)} x {', '.join(names)}, {int(gpus[0][2]) / 1024:.0f} GiB each"
     versions = {"NVIDIA driver": gpus[0][1]}
     if broken:
-        text += f"; memory errors that ECC could not correct since the start: {', '.join(broken)}"
-        return Finding("driver", Status.FAULT, text, "take the machine out of the job and reset the GPU", versions)
+        text += f"; uncorrectable ECC errors since the last reset: {', '.join(broken)}"
+        return Finding("driver", Status.FAULT, text, "drain the node and reset the GPU", versions)
     used = sum(int(gpu[3]) for gpu in gpus if gpu[3].isdecimal())
     return Finding("driver", Status.OK, f"{text}, {used / 1024:.1f} GiB in use", versions=versions)
 
 
 def shared_memory(
-    surroundings: Surroundings,  # noqa: ARG001 - every check is called alike
+    context: HostContext,  # noqa: ARG001 - every check is called alike
     path: Path = Path("/dev/shm"),
     devices: Path = Path("/dev"),
 ) -> Finding:
-    """Whether /dev/shm can be written, and has room for NCCL."""
+    """Whether /dev/shm is writable and large enough for NCCL."""
     advice = "docker: --shm-size=8g or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
     try:
         with tempfile.TemporaryFile(dir=path) as file:
@@ -69,7 +69,7 @@ def shared_memory(
             file.flush()
         state = os.statvfs(path)
     except OSError as error:
-        return Finding("shared memory", Status.FAULT, f"{path} cannot be written: {error}", advice)
+        return Finding("shared memory", Status.FAULT, f"{path} is not writable: {error}", advice)
     free = state.f_bavail * state.f_frsize
     text = f"{path}: {_gib(free)} of {_gib(state.f_blocks * state.f_frsize)} free"
     least = LEAST_SHARED_BYTES if gpu_nodes(devices) else LEAST_SHARED_BYTES_WITHOUT_GPUS
@@ -78,9 +78,9 @@ def shared_memory(
     return Finding("shared memory", Status.OK, text)
 
 
-def disk(surroundings: Surroundings) -> Finding:
-    """Whether the place of the run directories, or where it would be made, can be written and has room."""
-    path = nearest_directory(Path(surroundings.run_root))
+def disk(context: HostContext) -> Finding:
+    """Whether the run root, or the directory it would be created in, is writable and has free space."""
+    path = nearest_directory(Path(context.run_root))
     advice = "name another directory (--run-root here, run.root in the config), or mount a volume there"
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=path) as directory:
@@ -92,56 +92,56 @@ def disk(surroundings: Surroundings) -> Finding:
             written.rename(Path(directory) / "renamed")
         state = os.statvfs(path)
     except OSError as error:
-        return Finding("run root", Status.FAULT, f"{path} cannot be written: {error}", advice)
+        return Finding("run root", Status.FAULT, f"{path} is not writable: {error}", advice)
     free, total = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
     kind = file_system(path)
     text = f"{path} ({kind}): {_gib(free)} of {_gib(total)} free"
     if kind == "overlay":
-        text += "; it is the container's own layer and is gone with the container"
+        text += "; this is the container's own layer, which is lost with the container"
     if free < LEAST_FREE_BYTES:
         return Finding("run root", Status.FAULT, f"{text}, too little for a checkpoint", advice)
-    # Some file systems count no files.
+    # Some file systems do not count inodes.
     if state.f_files and state.f_favail < LEAST_FREE_FILES:
-        return Finding("run root", Status.FAULT, f"{text}, but only {state.f_favail} more files", advice)
+        return Finding("run root", Status.FAULT, f"{text}, but only {state.f_favail} free inodes", advice)
     return Finding("run root", Status.OK, text)
 
 
-def home(surroundings: Surroundings, directories: dict[str, str] | None = None) -> Finding:  # noqa: ARG001
-    """Whether libraries can keep their files: caches in the home directory, passing ones in the temporary one."""
+def home(context: HostContext, directories: dict[str, str] | None = None) -> Finding:  # noqa: ARG001
+    """Whether the home directory (caches of libraries) and the temporary directory are writable."""
     chosen = directories or {"home": str(Path.home()), "temporary": tempfile.gettempdir()}
     for name, path in chosen.items():
         try:
             with tempfile.TemporaryFile(dir=path) as file:
                 file.write(b"written")
         except OSError as error:
-            text = f"the {name} directory {path} cannot be written: {error}"
-            advice = "set HOME (for the temporary one: TMPDIR) to a directory that this user may write to"
+            text = f"the {name} directory {path} is not writable: {error}"
+            advice = "set HOME (or TMPDIR) to a directory this user can write to"
             return Finding("home", Status.FAULT, text, advice)
     return Finding("home", Status.OK, " and ".join(f"{name} {path}" for name, path in chosen.items()))
 
 
 def limits(
-    surroundings: Surroundings,  # noqa: ARG001
+    context: HostContext,  # noqa: ARG001
     devices: Path = Path("/dev"),
     system: Path = Path("/sys"),
 ) -> Finding:
-    """Whether the process's limits let it open, lock, map and write what training does."""
+    """Whether resource limits (files, memory, locked memory, processes) are high enough for training."""
     wrong, advice = [], []
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if not _unlimited(open_files) and open_files < LEAST_OPEN_FILES:
         wrong.append(f"{open_files} open files (needs {LEAST_OPEN_FILES})")
         advice.append("ulimit -n 65536")
     if not _unlimited(resource.getrlimit(resource.RLIMIT_FSIZE)[0]):
-        wrong.append("files may not grow past a size")
+        wrong.append("file size is limited")
         advice.append("ulimit -f unlimited")
     has_gpus = bool(gpu_nodes(devices))
     if has_gpus and not _unlimited(resource.getrlimit(resource.RLIMIT_AS)[0]):
-        wrong.append("virtual memory is limited, of which CUDA reserves as much as the GPUs have")
+        wrong.append("virtual memory is limited, but CUDA reserves as much as all GPUs have")
         advice.append("ulimit -v unlimited")
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     adapters = sorted(path.name for path in (system / "class/infiniband").glob("*"))
     if adapters and has_gpus and not _unlimited(locked):
-        wrong.append(f"{_gib(locked)} of locked memory, and {', '.join(adapters)} need all they ask for")
+        wrong.append(f"{_gib(locked)} of locked memory, but {', '.join(adapters)} need it unlimited")
         advice.append("ulimit -l unlimited (docker: --ulimit memlock=-1)")
     processes = _processes_left(system / "fs/cgroup")
     if processes is not None and processes < LEAST_PROCESSES:
@@ -155,13 +155,13 @@ def limits(
 
 
 def nearest_directory(path: Path) -> Path:
-    """`path`, or the nearest directory above it that is there."""
+    """`path`, or its nearest existing parent."""
     absolute = path.expanduser().absolute()
     return next(directory for directory in (absolute, *absolute.parents) if directory.is_dir())
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The kind of file system that `path` lies on, as ext4 or nfs4."""
+    """The type of the file system of `path`, such as ext4 or nfs4."""
     kinds = {}
     for line in mounts.read_text(encoding="utf-8").splitlines():
         before, _, after = line.partition(" - ")

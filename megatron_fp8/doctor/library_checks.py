@@ -1,8 +1,8 @@
-"""Checks of what is loaded: torch, Transformer Engine and its kernels, Megatron Core, and CUDA's libraries.
+"""Checks of libraries: torch, Transformer Engine and its kernels, Megatron Core, and CUDA's libraries.
 
-A host may have a CUDA library twice: in torch's packages and in a CUDA toolkit or the system. Which one is loaded
-depends on who asks first; parts of two versions of cuDNN do not fit together (`undefined symbol`), and two of cuBLAS
-compute different sums.
+A host may have two copies of a CUDA library: torch's packages and a CUDA toolkit or the system. Which one is loaded
+depends on what is imported first. Mixed parts of two cuDNN versions fail (`undefined symbol`), and two versions of
+cuBLAS give different sums.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args
 
-from megatron_fp8.doctor.finding import Finding, Status, Surroundings
+from megatron_fp8.doctor.finding import Finding, HostContext, Status
 from megatron_fp8.doctor.host_checks import gpu_nodes
 
-# How far FP8 may be from FP32 in a product of random matrices (3 mantissa bits), and how near it cannot come by chance.
+# Relative error of an FP8 product of random matrices (3 mantissa bits): less than this means it was not FP8 at all.
 _FP8_ERRORS = (1e-4, 0.1)
 
 
-def torch_and_device(surroundings: Surroundings) -> Finding:
-    """Whether torch is imported, and sees the GPUs that the machine has."""
+def torch_and_device(context: HostContext) -> Finding:
+    """Whether torch imports and sees this machine's GPUs."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         from megatron_fp8 import device
@@ -30,18 +30,18 @@ def torch_and_device(surroundings: Surroundings) -> Finding:
         versions = device.library_versions()
         here = device.prepare()
     nodes = gpu_nodes()
-    if here.emulated and (nodes or surroundings.min_gpus):
-        said = "; ".join(str(warning.message).splitlines()[0] for warning in warned) or "without saying why"
-        text = f"the machine has {len(nodes)} GPUs, and torch uses none of them: {said}"
+    if here.emulated and (nodes or context.min_gpus):
+        said = "; ".join(str(warning.message).splitlines()[0] for warning in warned) or "no reason given"
+        text = f"the machine has {len(nodes)} GPUs, but torch uses none of them: {said}"
         if not versions:
-            text = f"the machine has {len(nodes)} GPUs, and this torch is built for CPUs alone"
-        advice = "install a torch for the driver's CUDA, or a driver for torch's; look at CUDA_VISIBLE_DEVICES"
+            text = f"the machine has {len(nodes)} GPUs, but this torch is a CPU-only build"
+        advice = "install a torch built for the driver's CUDA version, or a newer driver; check CUDA_VISIBLE_DEVICES"
         return Finding("torch", Status.FAULT, text, advice, versions)
     return Finding("torch", Status.OK, here.description, versions=versions)
 
 
-def transformer_engine(surroundings: Surroundings) -> Finding:  # noqa: ARG001 - every check is called alike
-    """Whether Transformer Engine and its extension are imported: on GPUs the compiled one."""
+def transformer_engine(context: HostContext) -> Finding:  # noqa: ARG001 - every check is called alike
+    """Whether Transformer Engine and its extension import: on GPUs the compiled one."""
     from megatron_fp8 import device
 
     here = device.prepare()
@@ -52,8 +52,8 @@ def transformer_engine(surroundings: Surroundings) -> Finding:  # noqa: ARG001 -
     return Finding("transformer engine", Status.OK, f"{te.__name__} imported; its extension is {kind}")
 
 
-def fp8(surroundings: Surroundings) -> Finding:  # noqa: ARG001
-    """Which FP8 recipes this device runs, and whether a product in FP8 is nearly that in FP32."""
+def fp8(context: HostContext) -> Finding:  # noqa: ARG001
+    """Which FP8 recipes this device supports, and whether an FP8 product has the error expected of FP8."""
     from megatron_fp8 import device
 
     here = device.prepare()
@@ -67,7 +67,7 @@ def fp8(surroundings: Surroundings) -> Finding:  # noqa: ARG001
     reasons = {recipe: why_unsupported(recipe) for recipe in get_args(Fp8Recipe)}
     runs = [recipe for recipe, reason in reasons.items() if reason is None]
     if "tensorwise" not in runs:
-        text = f"this device computes in BF16 at best (precision.mode=bf16): {reasons['tensorwise']}"
+        text = f"this device does not support FP8 (use precision.mode=bf16): {reasons['tensorwise']}"
         return Finding("fp8", Status.ABSENT, text)
     generator = torch.Generator().manual_seed(1)
     left = torch.randn(64, 128, generator=generator).to(here.torch_device)
@@ -76,17 +76,17 @@ def fp8(surroundings: Surroundings) -> Finding:  # noqa: ARG001
         product = linear(left)
     exact = left.double() @ linear.weight.detach().double().T
     error = float((product.double() - exact).norm() / exact.norm())
-    text = f"recipes {', '.join(runs)}; a product is {error:.1%} away from FP64's"
+    text = f"recipes {', '.join(runs)}; relative error of an FP8 product against FP64: {error:.1%}"
     if not _FP8_ERRORS[0] < error < _FP8_ERRORS[1]:
-        text += f", which is not what FP8 does ({_FP8_ERRORS[0]:.2%} to {_FP8_ERRORS[1]:.0%})"
+        text += f", outside the range expected of FP8 ({_FP8_ERRORS[0]:.2%} to {_FP8_ERRORS[1]:.0%})"
         return Finding(
-            "fp8", Status.FAULT, text, "Transformer Engine and the GPU do not fit: install the image's versions"
+            "fp8", Status.FAULT, text, "Transformer Engine does not match the GPU: install the image's versions"
         )
     return Finding("fp8", Status.OK, text)
 
 
-def fused_kernels(surroundings: Surroundings) -> Finding:  # noqa: ARG001
-    """Whether Transformer Engine's fused norm, attention and optimizer compute what plain torch computes."""
+def fused_kernels(context: HostContext) -> Finding:  # noqa: ARG001
+    """Whether Transformer Engine's fused norm, attention and optimizer match plain torch."""
     from megatron_fp8 import device
 
     here = device.prepare()
@@ -109,7 +109,7 @@ def fused_kernels(surroundings: Surroundings) -> Finding:  # noqa: ARG001
         errors["attention"] = _difference(attention, plain.permute(2, 0, 1, 3).reshape(16, 2, 256))
     ours, theirs = (torch.zeros(64, device=here.torch_device, requires_grad=True) for _ in range(2))
     optimizers = te.optimizers.FusedAdam([ours], lr=0.1), torch.optim.Adam([theirs], lr=0.1)
-    # Adam's first step is the gradient's sign alone.
+    # Adam's first step depends only on the sign of the gradient.
     for gradient in hidden[:3].float():
         for weight, optimizer in zip((ours, theirs), optimizers, strict=True):
             weight.grad = gradient.clone()
@@ -117,29 +117,29 @@ def fused_kernels(surroundings: Surroundings) -> Finding:  # noqa: ARG001
     errors["FusedAdam"] = _difference(ours.detach(), theirs.detach())
     wrong = [f"{name}: {error:.2%} off" for name, error in errors.items() if not error < 0.02]
     if wrong:
-        text = f"Transformer Engine's kernels are wrong: {', '.join(wrong)}"
+        text = f"Transformer Engine's kernels give wrong results: {', '.join(wrong)}"
         return Finding(
-            "fused kernels", Status.FAULT, text, "install the image's versions of torch and of its extension"
+            "fused kernels", Status.FAULT, text, "install the image's versions of torch and Transformer Engine"
         )
-    text = f"Transformer Engine's {', '.join(errors)} compute as torch does"
+    text = f"Transformer Engine's {', '.join(errors)} match torch"
     return Finding("fused kernels", Status.OK, text)
 
 
-def apex(surroundings: Surroundings) -> Finding:  # noqa: ARG001
-    """Whether apex, where it is installed, fits this torch."""
+def apex(context: HostContext) -> Finding:  # noqa: ARG001
+    """Whether apex, if installed, works with this torch."""
     if importlib.util.find_spec("apex") is None:
-        return Finding("apex", Status.ABSENT, "not installed; Transformer Engine's kernels do what it would do")
+        return Finding("apex", Status.ABSENT, "not installed; not needed, Transformer Engine has the same kernels")
     import apex
-    import torch  # noqa: F401 - its libraries have to be there before an extension that is linked with them
+    import torch  # noqa: F401 - extensions that link against its libraries need them loaded
 
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
-        return Finding("apex", Status.ABSENT, f"{apex.__file__} is here without its compiled extensions")
+        return Finding("apex", Status.ABSENT, f"{apex.__file__} lacks the compiled extensions")
     importlib.import_module("fused_weight_gradient_mlp_cuda")
     return Finding("apex", Status.OK, "imported, with its compiled extensions")
 
 
-def megatron_core(surroundings: Surroundings) -> Finding:  # noqa: ARG001
-    """Whether Megatron Core is imported as training imports it."""
+def megatron_core(context: HostContext) -> Finding:  # noqa: ARG001
+    """Whether Megatron Core imports the way training imports it."""
     from megatron_fp8 import device
 
     device.prepare()
@@ -150,8 +150,8 @@ def megatron_core(surroundings: Surroundings) -> Finding:  # noqa: ARG001
     return Finding("megatron core", Status.OK, f"imported ({names})")
 
 
-def data_helper(surroundings: Surroundings) -> Finding:  # noqa: ARG001
-    """Whether Megatron's compiled index helper is loaded, and blends two data sets as their weights say."""
+def data_helper(context: HostContext) -> Finding:  # noqa: ARG001
+    """Whether Megatron's compiled index helper loads, and blends two datasets by their weights."""
     import numpy
 
     from megatron_fp8.data.order import compiled_helpers
@@ -161,8 +161,8 @@ def data_helper(surroundings: Surroundings) -> Finding:  # noqa: ARG001
     compiled_helpers().build_blending_indices(file_of, sample_of, weights, len(weights), len(file_of), False)
     counts = numpy.bincount(file_of, minlength=2).tolist()
     if counts != [6, 2] or int(sample_of.max()) != 5:
-        text = f"it took {counts} samples of two data sets of weights 3:1, and has to take [6, 2]"
-        return Finding("data helper", Status.FAULT, text, "install a wheel of megatron-core again")
+        text = f"it took {counts} samples of two datasets with weights 3:1 instead of [6, 2]"
+        return Finding("data helper", Status.FAULT, text, "reinstall the megatron-core wheel")
     return Finding("data helper", Status.OK, "Megatron Core's compiled index helper works")
 
 
@@ -174,14 +174,16 @@ def _difference(ours: object, reference: object) -> float:
     return float((ours.double() - reference.double()).norm() / reference.double().norm())
 
 
-_ADVICE = "leave one: remove the toolkit's or the system's from the image and from LD_LIBRARY_PATH (docker/Dockerfile)"
+_ADVICE = (
+    "keep one copy: remove the toolkit's or the system's from the image and from LD_LIBRARY_PATH (docker/Dockerfile)"
+)
 _LIBRARY = re.compile(r"/(lib(?:cu|nccl|nv)[\w-]*(?:\.alt)?)\.so[\d.]*$")
-# The driver's own, which the container's runtime puts beside the image.
+# The driver's own, which the container runtime mounts.
 _OF_THE_DRIVER = re.compile(r"/(libcuda|libcudadebugger|libnvidia-[\w-]+)\.so[\d.]*$")
 
 
-def cuda_libraries(surroundings: Surroundings) -> Finding:  # noqa: ARG001 - every check is called alike
-    """Whether each of CUDA's libraries is there once, and all of them come from where torch's do."""
+def cuda_libraries(context: HostContext) -> Finding:  # noqa: ARG001 - every check is called alike
+    """Whether each CUDA library is loaded once, and all from the packages torch was installed with."""
     from megatron_fp8 import device
 
     here = device.prepare()
@@ -194,14 +196,14 @@ def cuda_libraries(surroundings: Surroundings) -> Finding:  # noqa: ARG001 - eve
 
 
 def loaded_files(maps: Path = Path("/proc/self/maps")) -> list[str]:
-    """The files of CUDA's libraries in a process's memory, sorted."""
+    """CUDA library files mapped into a process, sorted."""
     words = (line.split(maxsplit=5) for line in maps.read_text(encoding="utf-8").splitlines())
     paths = {fields[5] for fields in words if len(fields) == 6}
     return sorted(path for path in paths if _LIBRARY.search(path) and not _OF_THE_DRIVER.search(path))
 
 
 def judged(paths: Iterable[str], packages: Path) -> Finding:
-    """A finding on the files `paths`; `packages` is the directory of Python's packages that has torch."""
+    """The finding for the files `paths`; `packages`: the site-packages directory that has torch."""
     files: dict[str, list[str]] = {}
     for path in paths:
         match = _LIBRARY.search(path)
@@ -210,10 +212,10 @@ def judged(paths: Iterable[str], packages: Path) -> Finding:
     twice = [f"{name} from {' and '.join(found)}" for name, found in files.items() if len(found) > 1]
     strange = [path for found in files.values() for path in found if not Path(path).is_relative_to(packages)]
     if not files:
-        return Finding("cuda libraries", Status.ABSENT, "this torch is built for CPUs alone")
+        return Finding("cuda libraries", Status.ABSENT, "this torch is a CPU-only build")
     if twice:
         return Finding("cuda libraries", Status.FAULT, f"loaded twice: {'; '.join(twice[:3])}", _ADVICE)
     if strange:
-        text = f"not those that torch was installed with: {', '.join(strange[:4])}"
+        text = f"not from the packages torch was installed with: {', '.join(strange[:4])}"
         return Finding("cuda libraries", Status.FAULT, text, _ADVICE)
-    return Finding("cuda libraries", Status.OK, f"{len(files)} libraries, each once and from {packages}")
+    return Finding("cuda libraries", Status.OK, f"{len(files)} libraries, each loaded once, all from {packages}")

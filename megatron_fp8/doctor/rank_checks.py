@@ -1,7 +1,7 @@
-"""Owns the checks that need all ranks at once: collectives, one file system, the same versions; and their gathering.
+"""Checks that need all ranks at once: collectives, a shared file system, equal versions; and gathering the findings.
 
-Each runs in a process of its own on every rank, and meets the other ranks by the check's name: what is left of an
-earlier meeting is not in its way. Must not know who started the ranks.
+Each runs in its own process on every rank, with its own prefix in the store, so leftovers of an earlier check do no
+harm. Must not know who started the ranks.
 """
 
 from __future__ import annotations
@@ -14,46 +14,46 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8.doctor.finding import Finding, Status, Surroundings
+from megatron_fp8.doctor.finding import Finding, HostContext, Status
 from megatron_fp8.doctor.host_checks import nearest_directory
 
 MEETING_TIMEOUT = timedelta(seconds=90)
-# A network file system may show another machine's file some time after it was made.
+# A network file system may show another node's file with a delay.
 SECONDS_TO_BE_SEEN = 30.0
 _NUM_ELEMENTS = 1 << 20
 
 
-def gloo(surroundings: Surroundings) -> Finding:
-    """Whether the ranks meet, and sum over gloo, which carries the votes and objects of every run."""
+def gloo(context: HostContext) -> Finding:
+    """Whether the ranks connect and all-reduce over gloo, which every run uses for votes and objects."""
     import torch
 
-    _meet("gloo", "gloo", surroundings)
+    _meet("gloo", "gloo", context)
     return _summed("gloo", torch.device("cpu"))
 
 
-def device_collectives(surroundings: Surroundings) -> Finding:
-    """Whether the ranks' GPUs sum over NCCL."""
+def device_collectives(context: HostContext) -> Finding:
+    """Whether the ranks' GPUs all-reduce over NCCL."""
     from megatron_fp8 import device
 
     here = device.prepare()
     if here.emulated:
-        return Finding("nccl", Status.ABSENT, "no NVIDIA GPU: ranks exchange over gloo")
-    _meet("nccl", here.collective_backend, surroundings)
+        return Finding("nccl", Status.ABSENT, "no NVIDIA GPU: ranks communicate over gloo")
+    _meet("nccl", here.collective_backend, context)
     return _summed("nccl", here.torch_device)
 
 
-def _meet(name: str, backend: str, surroundings: Surroundings) -> None:
-    """Make the process group of the check `name`."""
+def _meet(name: str, backend: str, context: HostContext) -> None:
+    """Initialize the process group of the check `name`."""
     import torch.distributed
 
-    rank, size = surroundings.rank, surroundings.world_size
-    meeting = torch.distributed.rendezvous(surroundings.rendezvous, rank, size, timeout=MEETING_TIMEOUT)
+    rank, size = context.rank, context.world_size
+    meeting = torch.distributed.rendezvous(context.rendezvous, rank, size, timeout=MEETING_TIMEOUT)
     store = torch.distributed.PrefixStore(f"doctor/{name}", next(meeting)[0])
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=MEETING_TIMEOUT)
 
 
 def _summed(name: str, torch_device: object) -> Finding:
-    """A sum over all ranks of numbers that tell ranks and places apart, checked and timed."""
+    """An all-reduce of values that differ by rank and position, checked and timed."""
     import torch
     import torch.distributed
 
@@ -69,23 +69,23 @@ def _summed(name: str, torch_device: object) -> Finding:
         wrong = int((values != expected).sum())
         seconds = time.perf_counter() - started
         if wrong:
-            text = f"an all-reduce over {size} ranks gave {wrong} wrong numbers of {_NUM_ELEMENTS}"
-            return Finding(name, Status.FAULT, text, "look for a broken link or GPU: NCCL_DEBUG=INFO, nvidia-smi -q")
+            text = f"an all-reduce over {size} ranks gave {wrong} wrong values of {_NUM_ELEMENTS}"
+            return Finding(name, Status.FAULT, text, "check links and GPUs: NCCL_DEBUG=INFO, nvidia-smi -q")
     text = f"all-reduce over {size} ranks, 4 MiB in {seconds * 1000:.1f} ms"
     return Finding(name, Status.OK, text)
 
 
-def shared_files(surroundings: Surroundings) -> Finding:
-    """Whether what one rank writes and renames at the run root is there for all."""
+def shared_files(context: HostContext) -> Finding:
+    """Whether all ranks see a file that one rank writes and renames in the run root."""
     import torch.distributed
 
     if not torch.distributed.is_initialized():
-        _meet("shared files", "gloo", surroundings)
-    size = surroundings.world_size
-    # Rank 0 names the probe; the directory is the nearest one that every rank has.
-    directory = nearest_directory(Path(surroundings.run_root))
+        _meet("shared files", "gloo", context)
+    size = context.world_size
+    # Rank 0 names the probe.
+    directory = nearest_directory(Path(context.run_root))
     probe = _gathered(f".doctor-{uuid.uuid4().hex}")[0]
-    mine = directory / f"{probe}-{surroundings.rank}"
+    mine = directory / f"{probe}-{context.rank}"
     try:
         mine.with_suffix(".part").write_text(socket.gethostname(), encoding="utf-8")
         mine.with_suffix(".part").rename(mine)
@@ -96,16 +96,16 @@ def shared_files(surroundings: Surroundings) -> Finding:
         mine.unlink(missing_ok=True)
     blind = [f"{host} (rank {rank}) does not see {ranks}" for rank, (host, ranks) in enumerate(told) if ranks]
     if blind:
-        text = f"{directory} is not the same directory for all ranks: {'; '.join(blind[:4])}"
-        advice = "put run.root, checkpoint.save and the data on a file system that all machines mount at the same path"
+        text = f"{directory} is not shared by all ranks: {'; '.join(blind[:4])}"
+        advice = "put run.root, checkpoint.save and the data on a file system that all nodes mount at the same path"
         return Finding("shared files", Status.FAULT, text, advice)
     hosts = len({host for host, _ in told})
-    text = f"{directory}: {size} ranks on {hosts} machine{'s' if hosts > 1 else ''} see each other's files"
+    text = f"{directory}: {size} ranks on {hosts} node{'s' if hosts > 1 else ''} see each other's files"
     return Finding("shared files", Status.OK, text)
 
 
 def _unseen(paths: list[Path]) -> str:
-    """The ranks whose file does not appear, as "rank 1, rank 3"; waits for those that come late."""
+    """The ranks whose file does not appear in time, as "rank 1, rank 3"."""
     deadline = time.monotonic() + SECONDS_TO_BE_SEEN
     missing = list(range(len(paths)))
     while missing and time.monotonic() < deadline:
@@ -116,7 +116,7 @@ def _unseen(paths: list[Path]) -> str:
 
 
 def same_versions(hosts: Sequence[str], by_rank: Sequence[Sequence[Finding]]) -> Finding:
-    """Whether all ranks run the same versions, of what every rank found by itself."""
+    """Whether all ranks found the same versions."""
     told = [{name: text for one in findings for name, text in one.versions.items()} for findings in by_rank]
     first = told[0]
     differences = [
@@ -126,15 +126,15 @@ def same_versions(hosts: Sequence[str], by_rank: Sequence[Sequence[Finding]]) ->
         if versions.get(name) != first.get(name)
     ]
     if differences:
-        advice = "start every machine from the same image, or install the same versions"
+        advice = "start every node from the same image, or install the same versions"
         return Finding("same versions", Status.FAULT, "; ".join(differences[:4]), advice)
-    return Finding("same versions", Status.OK, f"{len(first)} versions are the same on {len(told)} ranks")
+    return Finding("same versions", Status.OK, f"{len(first)} versions, the same on {len(told)} ranks")
 
 
-def gather(surroundings: Surroundings) -> list[tuple[str, list[dict[str, Any]]]]:
-    """By rank: the name of its host, and what it found, as plain data."""
-    _meet("gather", "gloo", surroundings)
-    return _gathered((socket.gethostname(), [finding.as_json() for finding in surroundings.findings]))
+def gather(context: HostContext) -> list[tuple[str, list[dict[str, Any]]]]:
+    """By rank: its host name and its findings, as plain data."""
+    _meet("gather", "gloo", context)
+    return _gathered((socket.gethostname(), [finding.as_json() for finding in context.findings]))
 
 
 def _gathered(value: object) -> list[Any]:

@@ -1,6 +1,6 @@
-"""The process in which one check runs, so that what it loads, sets, crashes or hangs touches no other.
+"""The process of one check, so that what it loads, sets or breaks affects no other check.
 
-`python -m megatron_fp8.doctor.worker FD CHECK`: reads the surroundings, a line of JSON, from standard input, and writes
+`python -m megatron_fp8.doctor.worker FD CHECK`: reads the context, a line of JSON, from standard input, and writes
 the answer to the file descriptor. An exception ends it; its last line of standard error says which.
 """
 
@@ -10,18 +10,18 @@ import json
 import os
 import sys
 
-from megatron_fp8.doctor.examination import GATHER, call, carry_out
-from megatron_fp8.doctor.finding import Surroundings
+from megatron_fp8.doctor.examination import GATHER, call, run_check
+from megatron_fp8.doctor.finding import HostContext
 
 
 def main() -> None:
-    """Carry out the check."""
+    """Run the check."""
     descriptor, check = int(sys.argv[1]), sys.argv[2]
-    surroundings = Surroundings.from_json(json.loads(sys.stdin.readline()))
-    answer = call(GATHER, surroundings) if check == GATHER else carry_out(check, surroundings).as_json()
+    context = HostContext.from_json(json.loads(sys.stdin.readline()))
+    answer = call(GATHER, context) if check == GATHER else run_check(check, context).as_json()
     with os.fdopen(descriptor, "w", encoding="utf-8") as answers:
         json.dump(answer, answers)
-    # Without waiting for threads of libraries: everything has been said.
+    # Without waiting for threads of libraries: the answer is written.
     sys.stderr.flush()
     os._exit(0)
 

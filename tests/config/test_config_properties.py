@@ -84,9 +84,20 @@ def nested(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return sections
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(values=CONFIGS)
 def test_a_written_config_reads_back_equal(directory: Path, values: dict[str, Any]) -> None:
+    reads_back_equal(directory, values)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(values=CONFIGS)
+def test_many_written_configs_read_back_equal(directory: Path, values: dict[str, Any]) -> None:
+    reads_back_equal(directory, values)
+
+
+def reads_back_equal(directory: Path, values: dict[str, Any]) -> None:
     config = Config.model_validate(nested(values))
     text = dump_config(config)
     path = directory / "dumped.yaml"
@@ -245,12 +256,25 @@ def build(directory: Path) -> Callable[[dict[str, Any]], Config]:
     return with_values
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(values=SIZES, world_size=st.none() | st.integers(1, 16))
 def test_every_suggested_value_passes_when_used(
     directory: Path, build: Callable[[dict[str, Any]], Config], values: dict[str, Any], world_size: int | None
 ) -> None:
-    facts = Facts(build(values), world_size, VOCAB_SIZE)
+    suggestions_pass(directory, build(values), world_size)
+
+
+@pytest.mark.slow
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(values=SIZES, world_size=st.none() | st.integers(1, 16))
+def test_every_suggested_value_passes_for_many_configs(
+    directory: Path, build: Callable[[dict[str, Any]], Config], values: dict[str, Any], world_size: int | None
+) -> None:
+    suggestions_pass(directory, build(values), world_size)
+
+
+def suggestions_pass(directory: Path, config: Config, world_size: int | None) -> None:
+    facts = Facts(config, world_size, VOCAB_SIZE)
     path = directory / "suggested.yaml"
     path.write_text(dump_config(facts.config), encoding="utf-8")
     before = {finding.identity for finding in all_findings(facts)}

@@ -15,7 +15,7 @@ from megatron_fp8.commands import doctor as report
 from megatron_fp8.doctor import examination
 from megatron_fp8.doctor import package_checks as packages
 from megatron_fp8.doctor.examination import DoctorOptions, alone, examine
-from megatron_fp8.doctor.finding import Finding, Status, Surroundings
+from megatron_fp8.doctor.finding import Finding, HostContext, Status
 from megatron_fp8.doctor.library_checks import judged, loaded_files
 from megatron_fp8.doctor.rank_checks import same_versions
 from tests.ranks import run_on_ranks
@@ -60,7 +60,7 @@ def test_a_torch_that_cannot_be_imported_is_a_fault_and_not_a_traceback(tmp_path
     faults = {finding["check"]: finding["text"] for finding in told["findings"] if finding["status"] == "FAULT"}
     assert list(faults) == ["torch"]
     assert said in faults["torch"]
-    skipped = [finding["check"] for finding in told["findings"] if "not looked at" in finding["text"]]
+    skipped = [finding["check"] for finding in told["findings"] if "skipped" in finding["text"]]
     assert {"transformer engine", "fp8", "gloo", "nccl"} <= set(skipped)
 
 
@@ -69,7 +69,7 @@ def test_a_check_that_hangs_is_a_fault_that_says_where(tmp_path: Path, monkeypat
     broken_torch(tmp_path, "import time\n\ndef wait_for_ever():\n    time.sleep(1000)\n\nwait_for_ever()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     # Time enough for the checks before it, which import nothing large.
-    found = {one.check: one for one in alone(DoctorOptions(Surroundings(str(tmp_path)), False, seconds_per_check=15))}
+    found = {one.check: one for one in alone(DoctorOptions(HostContext(str(tmp_path)), False, seconds_per_check=15))}
     assert found["torch"].status is Status.FAULT
     assert "no answer within 15 s" in found["torch"].text
     assert "wait_for_ever" in found["torch"].text
@@ -77,11 +77,13 @@ def test_a_check_that_hangs_is_a_fault_that_says_where(tmp_path: Path, monkeypat
 
 
 def test_missing_packages_and_old_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "requires", lambda name: ["torch>=2.13", "rich>=13", "numpy", 'x; extra == "dev"'])
+    monkeypatch.setattr(
+        packages, "requires", lambda name: ["torch>=2.13", "rich>=13", "numpy; extra == 'train'", "x; extra == 'dev'"]
+    )
     monkeypatch.setattr(packages, "installed", {"torch": "2.12.0+cu130", "rich": "15.0"}.get)
-    found = packages.packages(Surroundings())
+    found = packages.packages(HostContext())
     assert found.status is Status.FAULT
-    assert found.text == "missing, or of a version that does not fit: torch>=2.13 (is 2.12.0+cu130), numpy"
+    assert found.text == "missing or incompatible: torch>=2.13 (is 2.12.0+cu130), numpy"
     assert found.advice == "pip install 'torch>=2.13' 'numpy'"
 
 
@@ -89,9 +91,9 @@ def test_wandb_without_a_login_is_no_fault(tmp_path: Path, monkeypatch: pytest.M
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert packages.wandb(Surroundings()).status is Status.ABSENT
+    assert packages.wandb(HostContext()).status is Status.ABSENT
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    found = packages.wandb(Surroundings())
+    found = packages.wandb(HostContext())
     assert found.status is Status.OK
     assert "kkk" not in json.dumps(found.as_json())
 
@@ -104,7 +106,7 @@ def shared_files_on(rank_roots: list[str]) -> Finding:
 
     together.SECONDS_TO_BE_SEEN = 0.2
     rank = torch.distributed.get_rank()
-    return together.shared_files(Surroundings(rank_roots[rank], rank=rank, world_size=len(rank_roots)))
+    return together.shared_files(HostContext(rank_roots[rank], rank=rank, world_size=len(rank_roots)))
 
 
 def test_run_roots_that_are_not_one_directory_are_found_and_the_ranks_named(tmp_path: Path) -> None:
@@ -136,23 +138,23 @@ from megatron_fp8.doctor import examination as checks
 from megatron_fp8.doctor.finding import Finding, Status
 from megatron_fp8.doctor.library_checks import loaded_files
 
-def looks(surroundings):
+def looks(context):
     seen = {"files": loaded_files(), "POISONED": os.environ.get("POISONED"), "flag": json.loads("1.5")}
     return Finding("looks", Status.OK, json.dumps(seen))
 
-def loads(surroundings):
+def loads(context):
     ctypes.CDLL(LIBRARY, mode=ctypes.RTLD_GLOBAL)
     return Finding("loads", Status.OK, json.dumps(loaded_files()))
 
-def sets(surroundings):
+def sets(context):
     os.environ["POISONED"] = "1"
     json.loads = lambda *arguments, **named: "poisoned"
     return Finding("sets", Status.OK, "")
 
-def raises(surroundings):
+def raises(context):
     raise RuntimeError("undefined symbol: x")
 
-def crashes(surroundings):
+def crashes(context):
     os.abort()
 
 module = types.ModuleType("megatron_fp8.doctor.poisons")
@@ -175,7 +177,7 @@ def test_what_one_check_loads_sets_or_breaks_is_nothing_to_the_others(
     monkeypatch.setattr(examination, "ALONE", dict.fromkeys(names, ""))
     # One at a time, so that whatever could outlast a check is there for the next.
     monkeypatch.setattr(examination, "_PROCESSES_AT_ONCE", 1)
-    options = DoctorOptions(Surroundings(str(tmp_path)), False, seconds_per_check=60)
+    options = DoctorOptions(HostContext(str(tmp_path)), False, seconds_per_check=60)
     found = dict(zip(names, alone(options), strict=True))
     assert json.loads(found["loads"].text) == [str(library)]
     clean = {"files": [], "POISONED": None, "flag": 1.5}
@@ -195,10 +197,10 @@ def test_a_check_is_not_started_after_the_fault_of_what_it_needs(
         return Finding(check, Status.FAULT if check == "transformer engine" else Status.OK, "")
 
     monkeypatch.setattr(examination, "_answer", answer)
-    found = {one.check: one for one in alone(DoctorOptions(Surroundings(str(tmp_path)), False, seconds_per_check=1))}
+    found = {one.check: one for one in alone(DoctorOptions(HostContext(str(tmp_path)), False, seconds_per_check=1))}
     assert list(found) == list(examination.ALONE)
     pointless = {"cuda libraries", "fp8", "fused kernels", "megatron core"}
-    assert {name for name, one in found.items() if one.text.startswith("not looked at")} == pointless
+    assert {name for name, one in found.items() if one.text.startswith("skipped")} == pointless
     assert set(started) == set(examination.ALONE) - pointless
     assert started.index("torch") < started.index("transformer engine")
 
@@ -218,7 +220,7 @@ def test_a_library_of_cuda_that_is_there_twice_or_from_elsewhere_is_a_fault(tmp_
     assert (twice.status, twice.text) == (Status.FAULT, f"loaded twice: libnccl from {wheels[1]} and {system}")
     strange = judged([wheels[0], system], here)
     assert strange.status is Status.FAULT
-    assert strange.text == f"not those that torch was installed with: {system}"
+    assert strange.text == f"not from the packages torch was installed with: {system}"
     assert judged([], here).status is Status.ABSENT
 
 
@@ -232,13 +234,13 @@ def test_ranks_share_a_row_where_all_is_well_and_have_their_own_where_not() -> N
 
 def test_findings_survive_the_way_between_processes() -> None:
     finding = Finding("fp8", Status.ABSENT, "[no] GPU", "", {"NCCL": "2"})
-    surroundings = Surroundings("r", 1, 2, 3, "file://x", (finding,))
-    assert Surroundings.from_json(json.loads(json.dumps(surroundings.as_json()))) == surroundings
+    context = HostContext("r", 1, 2, 3, "file://x", (finding,))
+    assert HostContext.from_json(json.loads(json.dumps(context.as_json()))) == context
 
 
 @pytest.mark.slow
 def test_a_machine_where_all_is_well_has_no_fault(tmp_path: Path) -> None:
-    (found,) = examine(DoctorOptions(Surroundings(str(tmp_path)), launched=False, seconds_per_check=120))
+    (found,) = examine(DoctorOptions(HostContext(str(tmp_path)), launched=False, seconds_per_check=120))
     faults = [finding for finding in found if finding.status is Status.FAULT]
     assert faults == []
     by_check = {finding.check: finding for finding in found}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8.doctor import host_checks as machine
-from megatron_fp8.doctor.finding import Finding, Status, Surroundings
+from megatron_fp8.doctor.finding import Finding, HostContext, Status
 
-HERE = Surroundings()
+HERE = HostContext()
 H100 = "NVIDIA H100 80GB HBM3, 580.95.05, 81559, 1024, {errors}"
 
 
@@ -73,9 +73,9 @@ def test_a_missing_nvidia_smi_is_a_fault_only_beside_gpus(devices: Path, tmp_pat
 
 def test_fewer_gpus_than_there_must_be_are_a_fault(devices: Path, tmp_path: Path) -> None:
     answer = smi(tmp_path, f'echo "{H100.format(errors="[N/A]")}"')
-    assert machine.driver(Surroundings(min_gpus=2), devices, answer).status is Status.OK
-    found = machine.driver(Surroundings(min_gpus=8), devices, answer)
-    assert (found.status, found.text) == (Status.FAULT, "2 GPUs are here, and 8 must be")
+    assert machine.driver(HostContext(min_gpus=2), devices, answer).status is Status.OK
+    found = machine.driver(HostContext(min_gpus=8), devices, answer)
+    assert (found.status, found.text) == (Status.FAULT, "2 GPUs found, but --min-gpus asks for 8")
 
 
 def test_shared_memory_needs_more_beside_gpus(devices: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,16 +93,16 @@ def test_shared_memory_that_cannot_be_written_is_a_fault(tmp_path: Path) -> None
 
 def test_the_run_root_is_looked_at_without_being_made(tmp_path: Path) -> None:
     root = tmp_path / "not" / "there"
-    found = machine.disk(Surroundings(run_root=str(root)))
+    found = machine.disk(HostContext(run_root=str(root)))
     assert found.status is Status.OK
     assert list(tmp_path.iterdir()) == []
-    assert machine.disk(Surroundings(run_root="/proc/runs")).status is Status.FAULT
+    assert machine.disk(HostContext(run_root="/proc/runs")).status is Status.FAULT
 
 
 @pytest.mark.parametrize("limit", ["LEAST_FREE_BYTES", "LEAST_FREE_FILES"])
 def test_a_full_disk_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(machine, limit, 1 << 60)
-    assert machine.disk(Surroundings(run_root=str(tmp_path))).status is Status.FAULT
+    assert machine.disk(HostContext(run_root=str(tmp_path))).status is Status.FAULT
 
 
 def test_the_kind_of_file_system_is_that_of_the_nearest_mount(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def limits_under(setting: str, devices: Path, system: Path) -> Finding:
     """What a process finds that was started under `ulimit SETTING`."""
     code = (
         "import json, sys; from pathlib import Path; from megatron_fp8.doctor import finding, host_checks as machine; "
-        "print(json.dumps(machine.limits(finding.Surroundings(), *map(Path, sys.argv[1:])).as_json()))"
+        "print(json.dumps(machine.limits(finding.HostContext(), *map(Path, sys.argv[1:])).as_json()))"
     )
     command = f'ulimit {setting} && exec "$0" -c "$1" "$2" "$3"'
     said = subprocess.run(

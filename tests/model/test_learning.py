@@ -17,7 +17,7 @@ def overfit(mode: str) -> list[float]:
     return [step.loss for step in run_small(config, 80).steps]
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("mode", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "fp8"])
 def test_one_batch_is_learnt_by_heart(mode: str) -> None:
     (losses,) = run_on_ranks(1, overfit, mode)
     assert losses[0] == pytest.approx(5.52, abs=0.1), "ln(250) at the start"

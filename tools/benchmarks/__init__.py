@@ -1,1 +1,1 @@
-"""Benchmarks: training speed beside plain PyTorch (`speed`), and number formats beside each other (`formats`)."""
+"""Benchmarks: training speed against plain PyTorch (`speed`), and number formats against each other (`formats`)."""

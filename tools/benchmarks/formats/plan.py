@@ -1,29 +1,68 @@
-"""Owns what is known before the first process: whether every mode's config is right, and the runs. Imports no torch
-until a torchao mode asks what its model supports.
+"""What is known before the first process: modes, a check of each mode's config, and the runs. Imports no torch unless
+there is a torchao mode, whose model says what it supports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from benchmarks.formats.modes import MODES
-from benchmarks.formats.work import RunTask
+from benchmarks.formats.comparison import RunTask
 from megatron_fp8.config.check import check_config
 from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.run_start import resolve_length
 from megatron_fp8.data.check_data import check_data
 from megatron_fp8.errors import BadInputError
+from megatron_fp8.precision.policy import Fp8Recipe
 
-# Training losses are compared: of the same samples in every mode.
+# Training losses are compared, on the same samples in every mode.
 _NO_EVALUATION = "training.eval_iters=0"
-_MAKE_DATA = "The data of configs/compare.yaml is made by: python tools/prepare_quickstart.py --output data/quickstart"
+_MAKE_DATA = "To make the data of configs/compare.yaml: python tools/prepare_quickstart.py --output data/quickstart"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One number format. `torchao_recipe`: torchao's FP8 in the plain-PyTorch model; None: this project's own step."""
+
+    name: str
+    precision: str
+    fp8_recipe: Fp8Recipe | None = None
+    torchao_recipe: Literal["tensorwise", "rowwise"] | None = None
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """As on a command line."""
+        recipe = () if self.fp8_recipe is None else (f"precision.fp8_recipe={self.fp8_recipe}",)
+        return (f"precision.mode={self.precision}", *recipe)
+
+
+# torchao's runs are BF16 outside the blocks, so their config says bf16.
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("fp32", "fp32"),
+        Mode("bf16", "bf16"),
+        Mode("fp16", "fp16"),
+        Mode("fp8-delayed", "fp8", "delayed"),
+        Mode("fp8-tensorwise", "fp8", "tensorwise"),
+        Mode("fp8-blockwise", "fp8", "blockwise"),
+        Mode("fp8-mxfp8", "fp8", "mxfp8"),
+        Mode("torchao-tensorwise", "bf16", torchao_recipe="tensorwise"),
+        Mode("torchao-rowwise", "bf16", torchao_recipe="rowwise"),
+    )
+}
+
+
+def default_reference(modes: Sequence[str]) -> str:
+    """What the others are compared with: fp32 if it is among `modes`, else bf16, else the first."""
+    return next((name for name in ("fp32", "bf16") if name in modes), modes[0])
 
 
 class PlanError(BadInputError):
-    """A mode's config is wrong; the text has every mistake, and in which modes."""
+    """A mode's config is invalid; the text has every problem and its modes."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +76,7 @@ class Plan:
     seeds: tuple[int, ...]
 
     def tasks(self, directory: Path, num_threads: int) -> list[RunTask]:
-        """Every run, seed by seed, so that an interrupted comparison has looked at all modes."""
+        """Every run, seed by seed, so that an interrupted comparison covers all modes."""
         return [
             RunTask(
                 mode=mode,
@@ -52,8 +91,25 @@ class Plan:
         ]
 
 
+@dataclass(frozen=True)
+class Preparation:
+    """What is known before the first run: the device in words, and why it cannot run a mode."""
+
+    device: str
+    unsupported: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PrepareTask:
+    """`files`: by seed, the file to write."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    files: Mapping[int, Path]
+
+
 def samples_file(directory: Path, seed: int) -> Path:
-    """Where the samples of a seed are kept."""
+    """The file with a seed's samples."""
     return directory / f"samples-{seed}.pt"
 
 
@@ -65,12 +121,12 @@ def make_plan(path: Path, overrides: Sequence[str], modes: Sequence[str], num_se
     given = base
     base, mistakes_of_length = resolve_length(given, data.epoch_samples)
     if base is not given:
-        # What derives it looks at files; the runs' processes do not.
+        # It is derived from data files, which the runs do not look at.
         overrides = [*overrides, f"training.train_iters={base.config.training.train_iters}"]
     if base.config.model.vocab_size is None and data.vocab_size is not None:
         # torchao's model has no tokenizer to ask.
         overrides = [*overrides, f"model.vocab_size={data.vocab_size}"]
-    # By what a person reads, the modes in which it was found.
+    # Modes by message.
     found: dict[str, list[str]] = {str(problem): [] for problem in [*data.problems, *mistakes_of_length]}
     for mode in modes:
         for problem in _mode_problems(path, overrides, mode, data.vocab_size):
@@ -91,7 +147,7 @@ def _mode_problems(path: Path, overrides: Sequence[str], mode: str, vocab_size: 
     yield from check_config(loaded, 1, vocab_size)
     if MODES[mode].torchao_recipe is None:
         return
-    from benchmarks.speed.plain_model import require_supported
+    from benchmarks.plain_model import require_supported
 
     try:
         require_supported(loaded.config.model)

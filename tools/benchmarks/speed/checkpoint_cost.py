@@ -1,7 +1,6 @@
-"""Owns the measurement of checkpoints: what a save costs beside `torch.save` of the same bytes, and a load.
+"""Cost of checkpoints: saving and loading against `torch.save` and `torch.load` of the same bytes, on one rank.
 
-One rank. Rounds of all subjects one after another on the same directory, everything brought to the disk (fsync), so
-that the ratios are those of one disk under one load.
+All ways take turns in the same directory and end with fsync, so that ratios are of one disk under one load.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING, BinaryIO
 import psutil
 import torch
 
-from benchmarks.speed.our_run import OurRun
-from benchmarks.speed.result import CheckpointCost
+from benchmarks.runs import OurRun, repeated_batch
+from benchmarks.speed.measurement import CheckpointCost
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import Manifest
 from megatron_fp8.config.schema import Config
@@ -32,23 +31,24 @@ _BLOCK_BYTES = 1 << 20
 
 def measure_checkpoints(config: Config, directory: Path, num_rounds: int) -> CheckpointCost:
     """Train a step of `config` on this process, then save and load its state `num_rounds` times."""
-    run = OurRun(config)
+    run = OurRun(config, repeated_batch(config))
     try:
         run.step()
         subject = _Subject(run.parts.checkpointer.live, directory)
         saves = [subject.save_round(number) for number in range(1, num_rounds + 1)]
         loads = [subject.load_round(num_rounds) for _ in saves]
-        # By itself: looking at memory takes time of its own.
+        # In a save of its own: sampling memory takes time.
         extra_bytes = subject.extra_bytes(num_rounds + 1)
     finally:
         run.close()
+        torch.distributed.destroy_process_group()
     times = {name: median(round_[name] for round_ in rounds) for rounds in (saves, loads) for name in rounds[0]}
     return CheckpointCost(state_bytes=subject.num_bytes, extra_bytes=extra_bytes, **times)
 
 
 class _Subject:
     def __init__(self, live: LiveState, directory: Path) -> None:
-        # It looks for CUDA when imported; the run has prepared that.
+        # Looks for CUDA when imported, which the run has prepared.
         from megatron_fp8.checkpoint.save import CheckpointWriter
 
         self._live = live
@@ -60,7 +60,7 @@ class _Subject:
         self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
 
     def save_round(self, number: int) -> dict[str, float]:
-        """Every way to save once."""
+        """Save once in every way."""
         started = time.perf_counter()
         self._writer.start(self._manifest(number))
         hold_up = time.perf_counter() - started
@@ -76,9 +76,9 @@ class _Subject:
         return found
 
     def load_round(self, number: int) -> dict[str, float]:
-        """Every way to load once, from what round `number` of the saves, the last, has written.
+        """Load once in every way, from save `number`, the last.
 
-        After all saves: memory that loading leaves to the process would make each fork longer.
+        Runs after all saves: memory left behind by loading would make forks slower.
         """
         counters = self._manifest(number).counters
         return {
@@ -87,7 +87,7 @@ class _Subject:
         }
 
     def extra_bytes(self, number: int) -> int:
-        """Most memory that a save takes beyond that of training."""
+        """Peak memory of a save beyond that of training."""
         with _PeakMemory() as memory:
             self._writer.start(self._manifest(number))
             self._writer.wait()
@@ -102,7 +102,7 @@ class _Subject:
 
 
 class _PeakMemory:
-    """Most memory of this process and its children beyond what they had before; shared pages count once."""
+    """Peak memory of this process and its children above the start; shared pages count once."""
 
     def __enter__(self) -> _PeakMemory:
         self._process = psutil.Process()

@@ -1,42 +1,37 @@
-"""Owns how a benchmark's result is shown: tables for people, JSON for programs. Imports no torch."""
+"""Benchmark results as tables and as JSON. Imports no torch."""
 
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.speed.plan import Comparison
-from benchmarks.speed.result import CheckpointCost, SubjectResult, ceiling, ratio
+from benchmarks.machine import cpu_model, versions
+from benchmarks.speed.measurement import CheckpointCost, Comparison, SubjectResult, ceiling, ratio
 
 _COST_ROWS = 24
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what the run was made."""
-    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    """The machine and the versions of the run."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "num_cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        **versions,
+        **versions(_PACKAGES),
     }
 
 
 def as_json(
     results: Sequence[SubjectResult], comparisons: Sequence[Comparison], flops_per_token: float
 ) -> dict[str, Any]:
-    """Every sample and everything that is derived from them."""
+    """Every sample and everything derived from them."""
     subjects = []
     for result in results:
         best = ceiling(results, result.subject)
@@ -57,12 +52,12 @@ def as_json(
 def show(
     results: Sequence[SubjectResult], comparisons: Sequence[Comparison], flops_per_token: float, console: Console
 ) -> None:
-    """The two tables, and the profiles where they were made."""
+    """Print the two tables, and profiles if there are any."""
     facts = machine()
     console.print(f"{facts['cpu']}, {facts['num_cpus']} CPUs; " + "; ".join(f"{p} {facts[p]}" for p in _PACKAGES))
     console.print(_speeds(results, flops_per_token))
     if any(result.is_short for result in results):
-        console.print("* too slow here for whole steps: one small piece of a step, measured once.")
+        console.print("* too slow for whole steps: part of a step, measured once.")
     console.print(_ratios(results, comparisons))
     for result in results:
         if result.costs:
@@ -130,7 +125,7 @@ def _is_model(result: SubjectResult) -> bool:
 
 
 def checkpoint_table(cost: CheckpointCost) -> Table:
-    """What checkpoints cost, beside `torch.save` of the same bytes."""
+    """Cost of checkpoints against `torch.save` of the same bytes."""
     megabytes = cost.state_bytes / 1e6
     table = Table(title=f"checkpoint of {megabytes:,.0f} MB of state, one rank")
     for column in ("", "seconds", "MB/s", "of torch.save"):
@@ -147,13 +142,3 @@ def checkpoint_table(cost: CheckpointCost) -> Table:
         table.add_row(name, f"{seconds:.3f}", f"{megabytes / seconds:,.0f}", f"{seconds / other:.2f}")
     table.caption = f"memory beyond that of training: {cost.extra_bytes / cost.state_bytes:.2f} of the state"
     return table
-
-
-def _cpu_model() -> str:
-    """The CPU's name as Linux gives it, else what Python knows."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

@@ -1,7 +1,7 @@
-"""Owns the order of measuring: all subjects stand ready in processes of their own, one at a time makes a step.
+"""Interleaved measurement: every subject waits in its own process, and they take turns of one step.
 
-Short turns in one run, and ratios within a round: what else the machine does meets all subjects alike. Every other
-round goes backwards, so that a drift cancels. Imports no torch.
+With short turns and ratios within a round, other load on the machine affects all subjects alike. Every other round
+runs in reverse order, so that drift cancels. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from benchmarks.speed.plan import Subject
-from benchmarks.speed.processes import SubjectProcesses
-from benchmarks.speed.result import Cost, Sample, SubjectResult
+from benchmarks.processes import Job, JobError
+from benchmarks.speed.measurement import Cost, Sample, Subject, SubjectResult
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Procedure:
-    """How to measure: the work (`config` and `overrides`, `tokens_per_step` of it), how often, and what is too slow.
+    """How to measure: the workload (`config`, `overrides`, its `tokens_per_step`), how often, and what is too slow.
 
-    A subject whose step would take longer than `slow_step_seconds` is measured once, on a small piece of a step.
+    A subject whose step would take longer than `slow_step_seconds` is measured once, on part of a step.
     """
 
     config: Path
@@ -37,17 +37,42 @@ class Procedure:
     with_profiles: bool
 
 
-class _Station:
-    """A subject's processes and what was measured of them so far."""
+class SubjectError(RuntimeError):
+    """A measured process failed; the text has the end of its log."""
 
-    def __init__(self, processes: SubjectProcesses) -> None:
-        self.processes = processes
-        self.result = SubjectResult(processes.subject, processes.start_seconds, processes.num_parameters)
+
+class _Station:
+    """A subject's running processes and the measurements so far. Raises SubjectError."""
+
+    def __init__(self, subject: Subject, procedure: Procedure, stack: ExitStack) -> None:
+        overrides = [*procedure.overrides, f"precision.mode={subject.precision}"]
+        started = time.perf_counter()
+        self._job = stack.enter_context(
+            Job(
+                "benchmarks.speed.worker:serve",
+                subject,
+                procedure.config,
+                overrides,
+                num_ranks=subject.num_processes,
+                num_threads=subject.num_threads,
+            )
+        )
+        try:
+            num_parameters = self._job.receive(procedure.start_timeout_seconds)[0]
+        except JobError as error:
+            raise _failure(subject, "while it started", error) from None
+        self.result = SubjectResult(subject, time.perf_counter() - started, num_parameters)
+
+    def _ask(self, command: str) -> list[Any]:
+        try:
+            return self._job.ask(command)
+        except JobError as error:
+            raise _failure(self.result.subject, f"during {command}", error) from None
 
     def measure(self, command: str) -> Sample:
         """One turn of the subject."""
         busy_before, started = _busy_cpu_seconds(), time.perf_counter()
-        answers = self.processes.ask(command)
+        answers = self._ask(command)
         wall, busy = time.perf_counter() - started, _busy_cpu_seconds() - busy_before
         cpu_seconds = sum(answer["cpu_seconds"] for answer in answers)
         peaks = [answer["peak_memory_bytes"] for answer in answers]
@@ -61,11 +86,11 @@ class _Station:
         )
 
     def warm_up(self, tokens_per_step: int, slow_step_seconds: float) -> None:
-        """The first step; of a subject whose steps would take too long, a small piece, which then is its result."""
+        """The first step; if steps take too long, part of one, which is then the subject's result."""
         least_speed = tokens_per_step / slow_step_seconds
         short = self.measure("short_step")
         if short.tokens_per_second < least_speed:
-            # What is done only once, at the start, does not count against it.
+            # One-time startup work does not count.
             short = self.measure("short_step")
         self.result.is_short = short.tokens_per_second < least_speed
         first = short
@@ -78,13 +103,13 @@ class _Station:
 
     def profile(self) -> None:
         """Keep the costs of one step of the first rank."""
-        self.result.costs = [Cost(**cost) for cost in self.processes.ask("profile")[0]["costs"]]
+        self.result.costs = [Cost(**cost) for cost in self._ask("profile")[0]]
 
 
 def run_rounds(subjects: Sequence[Subject], procedure: Procedure, say: Say) -> list[SubjectResult]:
-    """Measure every subject; `say` gets a line now and then. Raises SubjectError when a process fails."""
+    """Measure every subject; `say` gets progress lines. Raises SubjectError when a process fails."""
     with ExitStack() as stack:
-        # One after the other: they would slow each other's start.
+        # Started one by one: they would slow down each other.
         stations = [_start(subject, procedure, stack, say) for subject in subjects]
         steady = [station for station in stations if not station.result.is_short]
         for number in range(procedure.num_rounds):
@@ -100,16 +125,18 @@ def run_rounds(subjects: Sequence[Subject], procedure: Procedure, say: Say) -> l
 
 
 def _start(subject: Subject, procedure: Procedure, stack: ExitStack, say: Say) -> _Station:
-    overrides = [*procedure.overrides, f"precision.mode={subject.precision}"]
-    processes = SubjectProcesses(subject, procedure.config, overrides, procedure.start_timeout_seconds)
-    station = _Station(stack.enter_context(processes))
+    station = _Station(subject, procedure, stack)
     station.warm_up(procedure.tokens_per_step, procedure.slow_step_seconds)
     result = station.result
     say(f"{subject.name}: up after {result.start_seconds:.1f} s, first step {result.first_step_seconds:.2f} s")
     return station
 
 
+def _failure(subject: Subject, when: str, error: JobError) -> SubjectError:
+    return SubjectError(f"subject {subject.name!r} {error.what} {when}. The end of its log:\n{error.log}")
+
+
 def _busy_cpu_seconds() -> float:
-    """CPU seconds that all processes of the machine have used, over all CPUs."""
+    """CPU seconds used by all processes of the machine."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0))
