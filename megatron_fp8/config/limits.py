@@ -83,6 +83,6 @@ class Place(enum.Enum):
     FILE_OR_FOLDER = "the path of a file, or of a directory with it, that can be read"
     TOKEN_FILES = "prefixes of token files that can be read"
     CHECKPOINTS = "the path of a directory that can be read"
-    RUNS = "the path of a directory of your own"
+    RUNS = "the path of a directory that you can write to"
     CACHE = "the path of a directory that can be written to"
     IN_RUN = "the path of a directory that can be written to; null, or a relative one, for one inside the run directory"

@@ -34,12 +34,10 @@ from megatron_fp8.report.record import Record
 from megatron_fp8.report.series_registry import layer_maps, series_of
 
 ID_FILE = "wandb_id.txt"
-# As wandb's server takes them.
-_RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+# An id as wandb's server takes it; on a second line the number of rollbacks that it is of.
+_RUN_ID = re.compile(r"([A-Za-z0-9_-]{1,128})(?:\nrollbacks (\d+))?")
 # The directory that the id is of: its number on the disk, which goes along when it is moved, and its path.
 _PLACE_FILE = ".wandb_id_of"
-# Before the number of rollbacks that the id is of, on the second line.
-_ROLLBACKS = "rollbacks "
 # A thread waits for the server's answer, and again at each new attempt; the end of a run waits with it.
 _MOST_SECONDS_TO_START = 30.0
 # The run is over; what was not uploaded by then can be, later.
@@ -165,9 +163,11 @@ def run_id_of(run_directory: Path, rollbacks: int = 0) -> str:
     here, inode = str(run_directory.resolve()), str(run_directory.stat().st_ino)
     if not path.exists():
         write_atomically(path, _id_text(generate_id(), rollbacks))
-    run_id, _, known = path.read_text(encoding="utf-8").strip().partition("\n")
-    if not _RUN_ID.fullmatch(run_id):
-        raise ValueError(f"{path} says {run_id!r}, which is no id of a run: remove the file for a new one")
+    text = path.read_text(encoding="utf-8").strip()
+    match = _RUN_ID.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{path} says {text!r}, which is not a run id: remove the file for a new one")
+    run_id = match[1]
     place = place_file.read_text(encoding="utf-8") if place_file.exists() else ""
     made_for, _, made_at = place.strip().partition(" ")
     if place and inode != made_for and here != made_at:
@@ -175,7 +175,7 @@ def run_id_of(run_directory: Path, rollbacks: int = 0) -> str:
         write_atomically(path, _id_text(run_id, rollbacks))
         said = f"{here} is a copy of {made_at}, whose wandb run is {old}: its own is {run_id}"
         print(f"warning: {said}; to continue that one, write {old} into {path}", file=sys.stderr, flush=True)
-    elif known.removeprefix(_ROLLBACKS) != (str(rollbacks) if rollbacks else ""):
+    elif int(match[2] or 0) != rollbacks:
         run_id = generate_id()
         write_atomically(path, _id_text(run_id, rollbacks))
     if place != f"{inode} {here}\n":
@@ -184,7 +184,7 @@ def run_id_of(run_directory: Path, rollbacks: int = 0) -> str:
 
 
 def _id_text(run_id: str, rollbacks: int) -> str:
-    return f"{run_id}\n" + (f"{_ROLLBACKS}{rollbacks}\n" if rollbacks else "")
+    return f"{run_id}\n" + (f"rollbacks {rollbacks}\n" if rollbacks else "")
 
 
 def _remove_offline_files(save_dir: Path, run_id: str) -> None:

@@ -85,15 +85,17 @@ def _below_file(place: Path) -> str:
 
 
 OBSTACLES = [
-    Obstacle("closed file", _closed_file, "permission denied on {place}/closed", "file"),
-    Obstacle("closed directory", _closed_directory, "permission denied on {place}/shut: its mode is 0000", "directory"),
-    Obstacle("closed directory above", _below_closed, "permission denied on {place}/shut: its mode is 0000"),
-    Obstacle("long name", lambda place: f"{place}/{'n' * 256}", "bytes, and file systems take 255"),
-    Obstacle("long path", lambda place: f"{place}/{'p/' * 2100}", "the path has"),
-    Obstacle("NUL", lambda place: f"{place}/a\0b", "no path can hold a NUL character"),
-    Obstacle("dangling link", _dangling, "{place}/link is a link, and no such file or directory as"),
-    Obstacle("links in a circle", _cycle, "is a link that leads back to itself"),
-    Obstacle("link into a closed directory", _link_into_closed, "is a link, and permission denied on {place}/shut"),
+    Obstacle("closed file", _closed_file, "permission denied: {place}/closed", "file"),
+    Obstacle("closed directory", _closed_directory, "permission denied: {place}/shut has mode 0000", "directory"),
+    Obstacle("closed directory above", _below_closed, "permission denied: {place}/shut has mode 0000"),
+    Obstacle("long name", lambda place: f"{place}/{'n' * 256}", "bytes long; file systems allow 255"),
+    Obstacle("long path", lambda place: f"{place}/{'p/' * 2100}", "the path is"),
+    Obstacle("NUL", lambda place: f"{place}/a\0b", "a path cannot contain a NUL character"),
+    Obstacle("dangling link", _dangling, "{place}/link is a symbolic link, and no such file or directory"),
+    Obstacle("links in a circle", _cycle, "is a circular symbolic link"),
+    Obstacle(
+        "link into a closed directory", _link_into_closed, "is a symbolic link, and permission denied: {place}/shut"
+    ),
     Obstacle("pipe", _pipe, "is a pipe, not"),
     Obstacle("device", lambda place: "/dev/null", "/dev/null is a device, not"),
     Obstacle("file", _file, "{place}/plain is a file, not a directory", "directory"),

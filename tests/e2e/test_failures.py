@@ -49,7 +49,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback_last(tiny: Tin
     assert "rank 1 failed" in ended.stderr
     # What was written until then is whole.
     lines = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["event"] for line in lines][-1] in ("train", "validation", "fp8", "failure")
+    assert [json.loads(line)["event"] for line in lines][-1] in ("train", "validation", "fp8", "norms", "failure")
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_iteration(tiny: Tiny, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_iteration(tiny: Ti
         "tiny.yaml", "optimizer.lr=1e36", "optimizer.weight_decay=0", "optimizer.lr_warmup_iters=0", cwd=tmp_path
     )
     assert ended.code == 1, ended.output
-    what = "grad-norm is nan at iteration 2 (samples 4 to 7), with NaN or infinity in rank 0"
+    what = "grad-norm is nan at iteration 2 (samples 4 to 7); NaN or infinity on rank 0"
     assert what in ended.stderr, ended.output
     assert "iteration 1/6" in ended.stdout
     assert "iteration 2/6" not in ended.stdout

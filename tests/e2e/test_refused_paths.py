@@ -191,7 +191,7 @@ def test_a_run_directory_whose_parts_are_closed_is_not_continued(tiny: Tiny, tmp
     (place / "tiny" / "checkpoints").mkdir(parents=True)
     (place / "tiny" / "checkpoints").chmod(0)
     said = refuse(tiny, tmp_path, "--resume=auto", f"run.root={place}")
-    assert "permission denied on" in said
+    assert "permission denied: " in said
     assert "checkpoints: its mode is 0000" in said
 
 
@@ -211,7 +211,7 @@ def test_indices_beside_token_files_that_cannot_be_kept_are_found_before_the_run
     prefix = f"data.train_data_path=[{place}/train]"
     said = refuse(tiny, tmp_path, prefix)
     (reason,) = said_of("data.data_cache_path", said)
-    assert f"sample indices cannot be kept there: permission denied on {place}: its mode is 0500" in reason
+    assert f"cannot store sample indices there: permission denied: {place} has mode 0500" in reason
 
 
 def test_a_long_name_is_said_of_the_name(tiny: Tiny, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_of_two_starts_at_once_one_trains_and_the_other_finds_the_run_finished(
     assert [one.code for one in ended] == [0, 0], output
     finished = [one for one in ended if "runs/tiny is finished" in one.stdout]
     assert len(finished) == 1, output
-    assert "iteration 6, and training.train_iters is 6; nothing is left to train" in finished[0].stdout
+    assert "at iteration 6 and training.train_iters=6; nothing left to train" in finished[0].stdout
     assert "first step" not in finished[0].stdout
     require_one_history(directory)
     assert CheckpointDirectory(directory / "checkpoints").iterations() == [TRAIN_ITERS]

@@ -244,7 +244,7 @@ def test_the_same_name_is_refused_and_nothing_changed(finished: Finished) -> Non
     # The launcher ends with 1 whatever its ranks end with, and says what that was.
     assert ended.code == 1
     assert re.search(r"rank +: 0 .*\n +exitcode +: 2 ", ended.stderr), ended.output
-    assert "the run directory runs/tiny exists, and nothing in it is overwritten" in ended.stderr
+    assert "the run directory runs/tiny already exists and is never overwritten" in ended.stderr
     assert ended.stderr.count("run.name=tiny-2") == 1
     assert ended.stdout == ""
     one_rank = pretrain("tiny.yaml", cwd=finished.start_directory, environment={"RANK": "0", "WORLD_SIZE": "2"})

@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_refused_with_what_to_use_instead(run) -> None:
     uses = " ".join(problem.use_instead for problem in caught.value.problems)
     assert "parallel.tensor_model_parallel_size=" in uses
     assert "model.num_layers=" not in uses
-    with pytest.raises(ConfigError, match="4 ranks do not divide"):
+    with pytest.raises(ConfigError, match="not divisible by the ranks of one model replica"):
         read_saved_model(run, InferenceSettings(3, 1), 4)
 
 

@@ -145,7 +145,7 @@ def test_the_tool_plans_without_torch() -> None:
         (["--mfu", "40"], "share of the peak"),
         (["--tokens", "-1"], "above 0"),
         (["--search", "8", "--world-size", "8"], "leave --world-size out"),
-        (["--world-size", "7", "model.vocab_size=32000"], "7 ranks do not divide into copies of the model"),
+        (["--world-size", "7", "model.vocab_size=32000"], "not divisible by the ranks of one model replica"),
         (["--gpu", "a100-80g", "--search", "8", "model.vocab_size=32000"], "no FP8 tensor cores"),
     ],
 )
