@@ -16,6 +16,8 @@ def test_the_view_can_be_reviewed(capsys: pytest.CaptureFixture[str]) -> None:
     assert (view["entity"], view["project"]) == ("team", "gpt")
     sections = view["spec"]["section"]["panelBankConfig"]["sections"]
     assert [section["name"] for section in sections] == ["Training", "Throughput", "Norms", "FP8 health"]
+    # What is printed is what the library's own schema accepts.
+    assert type(dashboard.workspace("team", "gpt")._to_model()).model_validate(view) is not None
     shown = [metric for section in sections for panel in section["panels"] for metric in panel["config"]["metrics"]]
     assert len(shown) == len(set(shown))
     assert {"lm loss", "mfu", "fp8 map/layernorm_mlp.fc1/input/amax"} <= set(shown)
