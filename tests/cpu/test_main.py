@@ -54,7 +54,7 @@ def test_help_needs_no_torch() -> None:
     ("arguments", "reason"),
     [
         ([], "name a script"),
-        (["-m"], "-m needs the name"),
+        (["-m"], "-m needs a module name"),
         (["--fast", "x.py"], "unknown option --fast"),
         (["no_such_file.py"], "no_such_file.py: no such file"),
         (["-m", "no_such_module.main"], "no_such_module.main: no such module"),
