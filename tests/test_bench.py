@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks.speed.plan import Comparison, Subject, make_plan
-from benchmarks.speed.result import Sample, SubjectResult, ceiling, ratio
+from benchmarks.speed.measurement import Comparison, Sample, Subject, SubjectResult, ceiling, make_plan, ratio
 
 from megatron_fp8.config.load import load_config
 from megatron_fp8.config.schema import Config
@@ -48,10 +47,11 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def losses_of_both(mode: str, num_steps: int) -> dict[str, list[float]]:
     """Both runs of the benchmark in one process: from the same seed, on the same tokens."""
-    from benchmarks.speed.our_run import OurRun
-    from benchmarks.speed.plain_run import PlainRun
+    from benchmarks.plain_run import plain_run
+    from benchmarks.runs import OurRun, repeated_batch
 
-    ours, plain = OurRun(tiny_config(mode)), PlainRun(tiny_config(mode), mode)
+    config = tiny_config(mode)
+    ours, plain = OurRun(config, repeated_batch(config)), plain_run(config, repeated_batch(config), mode)
     stage = ours.parts.chunks[0].module
     return {
         "ours": [ours.step().loss for _ in range(num_steps)],

@@ -10,11 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.formats.comparison import OPERANDS, Comparison, collect
-from benchmarks.formats.difference import difference, last_mean, seed_spread
-from benchmarks.formats.modes import MODES, default_reference
-from benchmarks.formats.plan import PlanError, make_plan
-from benchmarks.formats.work import OperandNoise, RunResult, RunTask
+from benchmarks.formats.comparison import (
+    OPERANDS,
+    Comparison,
+    OperandNoise,
+    RunResult,
+    RunTask,
+    collect,
+    difference,
+    last_mean,
+    seed_spread,
+)
+from benchmarks.formats.plan import MODES, PlanError, PrepareTask, default_reference, make_plan
 
 from megatron_fp8.config.load import load_config, process_environment
 from megatron_fp8.prepare import quickstart
@@ -55,14 +62,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def trained(overrides: list[str], modes: list[str], directory: Path) -> tuple[list[RunResult], dict[str, list[float]]]:
     """Each of the modes in this process, and what the samples' file holds."""
-    from benchmarks.formats.samples import PrepareTask, Samples, prepare
-    from benchmarks.formats.worker import run_task
+    from benchmarks.formats.worker import prepare, run_task
+    from benchmarks.runs import Samples
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     path = directory / "samples.pt"
-    prepare(PrepareTask(CONFIG, tuple(overrides), {7: path}), lambda number: None)
+    prepare(PrepareTask(CONFIG, tuple(overrides), {7: path}))
     results = []
     for mode in modes:
         FP8GlobalStateManager.reset()
@@ -109,8 +116,7 @@ def test_modes_train_the_same_model_on_the_same_samples(tiny: list[str], tmp_pat
 def torchao_noise(config_name: str, kind: str) -> tuple[float, float, float]:
     """Of a known matrix: what the meter finds, and the same from torch's own cast."""
     import torch
-    from benchmarks.formats.torchao_import import import_float8
-    from benchmarks.formats.torchao_operands import quantize
+    from benchmarks.formats.torchao_run import import_float8, quantize
 
     from megatron_fp8.precision.tensor_health import TensorHealth, quantization_sums
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.speed.plan import MODES, Plan, make_plan
+from benchmarks.speed.measurement import MODES, Plan, make_plan
 
 _REFERENCE = Path(__file__).resolve().parent.parent / "configs" / "r1.yaml"
 # R1's shapes in every GEMM, but fewer layers and one micro-batch a step: minutes become seconds.
@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit code 0: measured; 1: a subject failed; 2: a wrong config."""
     settings = parse_arguments(arguments)
     plan = make_plan(settings.modes, settings.threads)
-    from benchmarks.speed.processes import SubjectError
+    from benchmarks.speed.rounds import SubjectError
 
     from megatron_fp8.config.layout import LayoutError
     from megatron_fp8.config.problem import ConfigError

@@ -3,7 +3,7 @@ torchao's FP8, tensorwise and rowwise.
 
 Prints each mode's loss less the reference's beside the seed-to-seed spread, and the signal-to-quantization-noise ratio
 of every GEMM operand. Each mode and seed runs in a process of its own, on the samples that the training loop would
-read. What the numbers can say and what not: tools/benchmarks/formats/difference.py. What was found: docs/precision.md.
+read. What the numbers can say and what not: tools/benchmarks/formats/comparison.py. What was found: docs/precision.md.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.formats.modes import MODES, default_reference
+from benchmarks.formats.plan import MODES, default_reference
 
 if TYPE_CHECKING:
-    from benchmarks.formats.comparison import Comparison
-    from benchmarks.formats.plan import Plan
-    from benchmarks.formats.samples import Preparation
+    from benchmarks.formats.comparison import Comparison, Failure
+    from benchmarks.formats.plan import Plan, Preparation
+    from benchmarks.processes import JobError
 
 _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "compare.yaml"
 _QUICK = ("training.train_iters=4", "optimizer.lr_warmup_iters=1", "model.num_layers=2")
@@ -81,25 +81,32 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def prepare_samples(plan: Plan, directory: Path) -> Preparation:
     """Every seed's samples, made in a process of its own. Raises StoppedError."""
-    from benchmarks.formats.plan import samples_file
-    from benchmarks.formats.processes import Failure, run_in_processes
-    from benchmarks.formats.samples import PrepareTask, prepare
+    from benchmarks.formats.comparison import Failure
+    from benchmarks.formats.plan import PrepareTask, samples_file
+    from benchmarks.processes import JobError, run_jobs
 
-    results: list[Any] = []
     files = {seed: samples_file(directory, seed) for seed in plan.seeds}
     task = PrepareTask(plan.path, plan.overrides, files)
-    run_in_processes(prepare, [(task,)], 1, lambda *_: None, lambda _, result: results.append(result))
-    (result,) = results
+    ((_, result), *_) = run_jobs([("benchmarks.formats.worker:send_preparation", task)], 1)
     if isinstance(result, Failure):
-        raise StoppedError(f"reading the data: {result.text}", 2 if result.bad_input else 1)
+        raise StoppedError(f"reading the data: {result.text}", 2)
+    if isinstance(result, JobError):
+        raise StoppedError(f"reading the data: {failure_text(result)}", 1)
     prepared: Preparation = result
     return prepared
 
 
+def failure_text(failure: Failure | JobError) -> str:
+    """What became of a process that gave no result."""
+    if isinstance(failure, Exception):
+        return f"its process ended with code {failure.code}. The end of its log:\n{failure.log}"
+    return failure.text
+
+
 def run_all(plan: Plan, directory: Path, settings: argparse.Namespace) -> list[Any]:
     """Results of the runs that ended well; what became of the others is said at once."""
-    from benchmarks.formats.processes import Failure, run_in_processes
-    from benchmarks.formats.worker import run_task
+    from benchmarks.formats.comparison import Failure
+    from benchmarks.processes import JobError, run_jobs
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -130,14 +137,19 @@ def run_all(plan: Plan, directory: Path, settings: argparse.Namespace) -> list[A
             on_step(index, num_steps)
             task = tasks[index]
             start = f"{index + 1} of {len(tasks)}: {task.mode}, seed {task.seed}"
-            if isinstance(result, Failure):
-                console.print(f"{start} failed: {result.text}", markup=False, highlight=False)
+            if isinstance(result, (Failure, JobError)):
+                console.print(f"{start} failed: {failure_text(result)}", markup=False, highlight=False)
                 return
             results.append(result)
             text = f"{start}: last loss {result.losses[-1]:.4f}, {result.seconds:.0f} s"
             console.print(text, markup=False, highlight=False)
 
-        run_in_processes(run_task, [(task,) for task in tasks], settings.jobs, on_step, on_end)
+        calls = [("benchmarks.formats.worker:send_run", task) for task in tasks]
+        for index, message in run_jobs(calls, settings.jobs):
+            if isinstance(message, int):
+                on_step(index, message)
+            else:
+                on_end(index, message)
     return results
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from megatron_fp8.checkpoint.directory import CHECKPOINTS, TRACKER, CheckpointDirectory, find_directory
 from megatron_fp8.checkpoint.manifest import MANIFEST, CheckpointError, find_corruption, read_manifest
 from megatron_fp8.config.problem import ConfigError, Problem, first_few
-from megatron_fp8.config.run_start import START, Holds, Position, Resume, Start
-from megatron_fp8.config.rundir import reopen_run_directory
+from megatron_fp8.config.run_start import START, Holds, Position, Resume, Start, reopen_run_directory
 from megatron_fp8.config.schema import Config
 
 
@@ -105,7 +104,9 @@ def start_from(start: Start, checkpoint: Path) -> Start:
         counters = manifest.counters
         skipped = int(counters.get("skipped_samples", 0))
         position = Position(manifest.iteration, int(counters["consumed_samples"]), skipped)
-    return replace(start, checkpoint=checkpoint, saved_config=manifest.config, position=position)
+    world_size = manifest.layout.get("world_size")
+    start = replace(start, saved_config=manifest.config, saved_world_size=world_size)
+    return replace(start, checkpoint=checkpoint, position=position)
 
 
 def _tracked(directory: CheckpointDirectory) -> int | None:

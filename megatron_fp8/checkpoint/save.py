@@ -17,12 +17,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.live import LiveState
 from megatron_fp8.checkpoint.manifest import CheckpointError, Manifest, syncing, write_atomically, write_sums
-from megatron_fp8.checkpoint.plain_index import INDEX, Piece
+from megatron_fp8.checkpoint.plain_index import INDEX
 from megatron_fp8.checkpoint.rank_io import all_or_none, on_rank_0
 from megatron_fp8.checkpoint.tensor_files import NewPiece, WrittenPiece, write_index, write_pieces
 from megatron_fp8.checkpoint.writer_process import WriterProcess
@@ -162,7 +163,5 @@ def _shares(pieces: Sequence[NewPiece], number: int) -> list[list[NewPiece]]:
 def _listed_pieces(directory: Path) -> Iterator[WrittenPiece]:
     """The pieces of all ranks; removes the lists, which the index replaces."""
     for path in sorted(directory.glob(f"{_LISTS_PREFIX}*.json")):
-        for new in json.loads(path.read_text(encoding="utf-8")):
-            piece = {**new["piece"], "offset": tuple(new["piece"]["offset"]), "shape": tuple(new["piece"]["shape"])}
-            yield WrittenPiece(new["key"], tuple(new["whole_shape"]), new["dtype"], Piece(**piece))
+        yield from TypeAdapter(list[WrittenPiece]).validate_json(path.read_bytes())
         path.unlink()

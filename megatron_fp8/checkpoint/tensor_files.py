@@ -4,16 +4,17 @@ A piece is what `torch.save` writes for a box of a tensor, and is read with `wei
 which torch would run: only `plain_index` reads it. One process, no collectives.
 """
 
-import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_fp8.checkpoint.manifest import CheckpointError
 from megatron_fp8.checkpoint.parameter_boxes import Box, whole_box
@@ -60,8 +61,9 @@ def read_piece(directory: Path, piece: Piece) -> Tensor:
     """One piece, on the CPU. Raises CheckpointError if the file does not contain it."""
     path = directory / piece.file
     try:
-        with path.open("rb", buffering=0) as file:
-            part = io.BufferedReader(_PartOfFile(file, piece.start, piece.num_bytes))
+        with path.open("rb") as file:
+            # As torch's own reader: no copy of the bytes.
+            part = cast(BinaryIO, _create_file_view(file, piece.start, piece.num_bytes))
             tensor = torch.load(part, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read at byte {piece.start:,}: {error}") from error
@@ -173,31 +175,3 @@ def _system_error(error: Exception) -> Exception:
             return chain
         chain = chain.__cause__ or chain.__context__
     return error
-
-
-class _PartOfFile(io.RawIOBase):
-    """Bytes `start` to `start + num_bytes` of a file as a file, so that a piece is read without copying its bytes."""
-
-    def __init__(self, file: io.FileIO, start: int, num_bytes: int) -> None:
-        self._file = file
-        self._start = start
-        self._num_bytes = num_bytes
-        self.seek(0)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._file.tell() - self._start
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self._num_bytes}[whence]
-        self._file.seek(self._start + base + offset)
-        return base + offset
-
-    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
-        left = max(0, self._num_bytes - self.tell())
-        return self._file.readinto(memoryview(buffer)[:left]) or 0

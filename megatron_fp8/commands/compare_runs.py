@@ -1,8 +1,7 @@
 """Finds the first step at which two runs differ, series by series, and lists the config keys that differ.
 
-Exit code 0: both runs have the same steps with equal values; 1: they differ; 2: wrong input. Config keys are listed but
-do not count, since runs of two configs are often meant to have equal numbers. Series of time, speed and memory are not
-compared unless --all is given.
+Exit code 0: both runs have the same steps with equal values; 1: they differ; 2: wrong input. Config keys do not count,
+since two configs are often meant to give equal numbers. Time, speed and memory are compared with --all only.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp8.report.events import MEASUREMENTS
-from megatron_fp8.report.record import METRICS, BrokenLine, Record
+from megatron_fp8.report.record import METRICS, BrokenLines, Record
 from megatron_fp8.report.run_reader import RunError, read_config, records
 from megatron_fp8.report.series import Kind
 from megatron_fp8.report.series_registry import find
 
-# What happens at a step. Other events say when a job started, waited or saved.
+# Records of steps; the other events depend on how jobs started, waited and saved.
 EVENTS = MEASUREMENTS | {"fp8-fallback", "spike", "skip"}
 _MAX_SERIES_SHOWN = 40
-_MISSING = "not on record"
+_MISSING = "not recorded"
 
 # By label and key of the record.
 Step = dict[tuple[str, str], Any]
@@ -35,16 +34,16 @@ Step = dict[tuple[str, str], Any]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Numbers are equal if |a - b| <= atol + rtol * |b|; both 0: bit for bit.
+    """Numbers are equal if |a - b| <= atol + rtol * |b|; if both are 0, bit for bit.
 
-    A value that is not finite is a text in the record, and equal to the same text.
+    A value that is not finite is a string in the record, equal to the same string.
     """
 
     rtol: float = 0.0
     atol: float = 0.0
 
     def equal(self, a: object, b: object) -> bool:
-        """Whether two values of the record count as equal."""
+        """Whether two recorded values are equal."""
         if not isinstance(a, int | float) or not isinstance(b, int | float) or bool in (type(a), type(b)):
             return a == b and type(a) is type(b)
         if self.rtol == self.atol == 0:
@@ -54,7 +53,7 @@ class Tolerance:
 
 @dataclass
 class Difference:
-    """How a series differs: where first, in what, how often, and the largest distance of numbers."""
+    """How a series differs: first iteration and values, number of steps, largest difference."""
 
     iteration: int
     a: object
@@ -65,7 +64,7 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """What was found. `only`: by run, the first and the number of steps that the other run lacks."""
+    """The result. `only`: by run, the first step that the other run lacks, and their number."""
 
     series: dict[str, Difference] = field(default_factory=dict)
     num_series: set[str] = field(default_factory=set)
@@ -76,17 +75,17 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
+        """Whether the runs are equal."""
         return not self.series and not self.only
 
 
 def steps(path: Path) -> Iterator[tuple[int, Step]]:
-    """Iteration and values of each step on record, in order. Raises RunError for a file that is not a run's record."""
+    """Iteration and values of each recorded step, in order. Raises RunError for a file that is not a run's record."""
     found = False
     newest = -1
     for iteration, group in itertools.groupby(_of_steps(path), key=lambda record: record["iteration"]):
         if iteration <= newest:
-            raise RunError(f"{path} goes back from iteration {newest} to {iteration}; it is not the record of one run")
+            raise RunError(f"{path} jumps back from iteration {newest} to {iteration}; it is not one run's record")
         found, newest = True, iteration
         step: Step = {}
         for record in group:
@@ -96,21 +95,22 @@ def steps(path: Path) -> Iterator[tuple[int, Step]]:
                     step[f"{record['event']}: {name}{layer}", name] = value
         yield iteration, step
     if not found:
-        raise RunError(f"{path} has no step on record yet; wait for logging.log_interval steps")
+        raise RunError(f"{path} has no recorded step yet; wait for logging.log_interval steps")
 
 
 def _of_steps(path: Path) -> Iterator[Record]:
-    for record in records(path):
-        if isinstance(record, BrokenLine):
-            raise RunError(f"{path}, line {record.number} is not a record of a run")
-        if record["event"] in EVENTS:
+    broken = BrokenLines()
+    for record in itertools.chain(records(path, broken), [None]):
+        if broken.count:
+            raise RunError(f"{path}, line {broken.first[0]} is not a record of a run")
+        if record is not None and record["event"] in EVENTS:
             if "iteration" not in record:
                 raise RunError(f"{path} has a {record['event']} record without iteration")
             yield record
 
 
 def compare(a: Path, b: Path, tolerance: Tolerance, everything: bool, ignore: re.Pattern[str] | None) -> Comparison:
-    """Compare two `metrics.jsonl`, step by step, in memory that does not grow with their length."""
+    """Compare two `metrics.jsonl` step by step, in constant memory."""
     result = Comparison()
     left, right = steps(a), steps(b)
     step_a, step_b = next(left, None), next(right, None)
@@ -166,14 +166,14 @@ def _is_number(value: object) -> bool:
 
 
 def describe(result: Comparison, config_a: dict[str, Any], config_b: dict[str, Any]) -> Iterator[str]:
-    """The answer, line by line, first things first."""
+    """The result as lines, the most important first."""
     if result.equal:
-        yield f"equal: {result.num_steps:,} steps on record, {len(result.num_series):,} series"
+        yield f"equal: {result.num_steps:,} recorded steps, {len(result.num_series):,} series"
     else:
         firsts = [d.iteration for d in result.series.values()] + [first for first, _ in result.only.values()]
-        yield f"different from iteration {min(firsts):,} ({result.num_steps:,} steps are on record in both runs)"
+        yield f"different from iteration {min(firsts):,} ({result.num_steps:,} steps are recorded in both runs)"
     for run, (first, count) in sorted(result.only.items()):
-        yield f"steps on record only in {run}: {count:,}, from iteration {first:,}"
+        yield f"steps recorded only in {run}: {count:,}, from iteration {first:,}"
     yield from _describe_series(result)
     if result.of_machine:
         yield "not compared: time, speed and memory (--all compares them): " + ", ".join(sorted(result.of_machine))
@@ -194,7 +194,7 @@ def _describe_series(result: Comparison) -> Iterator[str]:
         alone = [(name, found) for name, found in ordered if getattr(found, missing) == _MISSING]
         if alone:
             name, found = alone[0]
-            line = f"series on record only in {run}: {len(alone):,}"
+            line = f"series recorded only in {run}: {len(alone):,}"
             yield f"{line}, the first at iteration {found.iteration:,}: {name}"
     both = [(name, found) for name, found in ordered if _MISSING not in (found.a, found.b)]
     for name, found in both[:_MAX_SERIES_SHOWN]:
@@ -206,12 +206,12 @@ def _describe_series(result: Comparison) -> Iterator[str]:
 
 
 def _show(value: object) -> str:
-    # Numbers with all their digits: the last one may be what differs.
+    # Numbers with all digits: they may differ in the last one.
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare and print; ends with the exit code above."""
+    """Compare and print; exit codes as above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", type=Path, metavar="A", help="run directory")
     parser.add_argument("b", type=Path, metavar="B", help="run directory; the reference of --rtol")

@@ -66,21 +66,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 @dataclass(frozen=True)
-class _Options:
-    """How to generate and show text."""
-
-    max_new_tokens: int
-    greedy: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    batch_size: int
-    use_cache: bool
-    as_json: bool
-
-
-@dataclass(frozen=True)
 class _Job:
     """The validated input: the model, and prompts as text and as tokens."""
 
@@ -97,23 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from megatron_fp8.faults.failure_report import run_reporting
     from megatron_fp8.parallel.process_group import global_rank, world_size
 
-    options = _Options(
-        s.max_new_tokens,
-        s.greedy,
-        s.temperature,
-        s.top_k,
-        s.top_p,
-        s.seed,
-        s.batch_size,
-        use_cache=not s.no_cache,
-        as_json=s.json,
-    )
     with ExitStack() as kept:
         with exit_on_bad_input():
             checkpoint = kept.enter_context(kept_checkpoint(s.checkpoint, s.iteration))
             wanted = InferenceSettings(world_size(), mode=s.precision, fp8_recipe=s.fp8_recipe)
             job = _prepare(checkpoint, wanted, s.tokenizer, s.prompts, s.prompts_file)
-        run_reporting(lambda: _run(job, options), global_rank())
+        run_reporting(lambda: _run(job, s), global_rank())
 
 
 def _prepare(
@@ -187,7 +161,7 @@ class TextStream:
         return piece
 
 
-def _run(job: _Job, options: _Options) -> None:
+def _run(job: _Job, options: argparse.Namespace) -> None:
     from megatron_fp8.generate.loaded_model import open_model
 
     with open_model(job.saved) as model:
@@ -197,12 +171,12 @@ def _run(job: _Job, options: _Options) -> None:
         _generate(job, model, options, writes)
 
 
-def _generate(job: _Job, model: LoadedModel, options: _Options, writes: bool) -> None:
+def _generate(job: _Job, model: LoadedModel, options: argparse.Namespace, writes: bool) -> None:
     from megatron_fp8.generate.generation import Limits, Sampling, generate
 
     limits = Limits(options.max_new_tokens, job.tokenizer.eod_id)
     sampling = Sampling(options.greedy, options.temperature, options.top_k, options.top_p)
-    live = writes and len(job.prompts) == 1 and not options.as_json and sys.stdout.isatty()
+    live = writes and len(job.prompts) == 1 and not options.json and sys.stdout.isatty()
     if live:
         _show(job.prompts[0])
     started, num_tokens = time.monotonic(), 0
@@ -215,12 +189,12 @@ def _generate(job: _Job, model: LoadedModel, options: _Options, writes: bool) ->
             if live:
                 _show(piece)
 
-        done = generate(model, prompts, limits, sampling, options.seed + first, on_token, options.use_cache)
+        done = generate(model, prompts, limits, sampling, options.seed + first, on_token, not options.no_cache)
         num_tokens += sum(len(continuation.tokens) for continuation in done)
         if live:
             _show(streams[0].rest() + "\n")
         elif writes:
-            for line in _lines(job, streams, done, first, options.as_json):
+            for line in _lines(job, streams, done, first, options.json):
                 print(line, flush=True)
     if writes:
         seconds = time.monotonic() - started

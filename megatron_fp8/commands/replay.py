@@ -1,6 +1,6 @@
-"""Rewrites the views of a run from its `metrics.jsonl`: TensorBoard's files, and an offline run for `wandb sync`.
+"""Recreates the views of a run from its `metrics.jsonl`: TensorBoard files, and an offline run for `wandb sync`.
 
-They replace what is there, and are what the run itself would have written with these views on.
+They replace existing ones and equal what the run itself would have written.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ from megatron_fp8.config.load import load_config
 from megatron_fp8.config.problem import ConfigError
 from megatron_fp8.config.schema import Config
 from megatron_fp8.report.guarded import OpenSink
-from megatron_fp8.report.record import METRICS, BrokenLine, BrokenLines, iteration_of, read_records
+from megatron_fp8.report.record import METRICS, BrokenLines, iteration_of, read_records
 from megatron_fp8.report.views import opens_tensorboard, opens_wandb, tensorboard_directory
 
 _NOTHING_KEPT = -1
 
 
 class ReplayError(Exception):
-    """The run cannot be read, or a view failed; the text says why."""
+    """The run cannot be read, or a view failed; the message says why."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the views; exit code 1: one of them failed; 2: the run or the command line is wrong."""
+    """Write the views; exit code 1: a view failed; 2: wrong run or command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, help="run directory, e.g. runs/quickstart; not of a run in progress")
-    parser.add_argument("--tensorboard", action="store_true", help="TensorBoard's files (logging.tensorboard_dir)")
-    parser.add_argument("--wandb", action="store_true", help="an offline wandb run, with the run's id if it has one")
+    parser.add_argument("run", type=Path, help="directory of a run that is not in progress, e.g. runs/quickstart")
+    parser.add_argument("--tensorboard", action="store_true", help="write TensorBoard files (logging.tensorboard_dir)")
+    parser.add_argument(
+        "--wandb", action="store_true", help="write an offline wandb run, with the run's id if it has one"
+    )
     parser.add_argument("--project", help="wandb project (default: the run's logging.wandb_project)")
     settings = parser.parse_args(arguments)
     if not settings.tensorboard and not settings.wandb:
-        parser.error("nothing to write: give --tensorboard, --wandb or both")
+        parser.error("nothing to write: use --tensorboard, --wandb or both")
     try:
         config = _config(settings.run)
     except (ReplayError, ConfigError) as error:
@@ -54,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _config(run: Path) -> Config:
     for name in (METRICS, "config.yaml"):
         if not (run / name).is_file():
-            raise ReplayError(f"RUN {run}: there is no {name}; name a run directory, e.g. runs/quickstart")
-    if all(isinstance(record, BrokenLine) for record in read_records(run / METRICS)):
+            raise ReplayError(f"RUN {run}: {name} is missing; use a run directory, e.g. runs/quickstart")
+    if not any(read_records(run / METRICS)):
         raise ReplayError(f"RUN {run}: {METRICS} has no records")
     return load_config(run / "config.yaml", []).config
 
@@ -79,10 +81,8 @@ def _replay(name: str, open_sink: OpenSink, run: Path) -> None:
     broken = BrokenLines()
     try:
         sink, newest = open_sink(_NOTHING_KEPT)
-        for record in read_records(run / METRICS):
-            if isinstance(record, BrokenLine):
-                broken.add(record)
-            elif iteration_of(record, newest + 1) > newest:
+        for record in read_records(run / METRICS, broken):
+            if iteration_of(record, newest + 1) > newest:
                 sink.write(record)
         sink.close()
     except Exception as error:

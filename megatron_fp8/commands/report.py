@@ -1,6 +1,6 @@
 """Writes the report of a run, or a comparison of several, as one HTML file that needs no network.
 
-Works for runs in progress, killed and failed runs too. Each run writes its own report when it ends: RUN/report.html.
+Also works for runs in progress, killed or failed. A run writes its own report when it ends: RUN/report.html.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_fp8.report.run_reader import Run, RunError, read_run
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the report; exit code 2: a run or the output is wrong."""
+    """Write the report; exit code 2: wrong run or output."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory, e.g. runs/quickstart")
     parser.add_argument(
@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     several = len(directories) > 1
     output: Path = settings.output or (Path("comparison.html") if several else directories[0] / REPORT)
     if output.is_dir() or not output.absolute().parent.is_dir():
-        problem = "is a directory" if output.is_dir() else f"cannot be written: there is no directory {output.parent}"
-        parser.error(f"--output {output} {problem}; name a file in an existing directory")
+        problem = "is a directory" if output.is_dir() else f"cannot be written: no directory {output.parent}"
+        parser.error(f"--output {output} {problem}; use a file in an existing directory")
     runs: list[Run] = []
     problems = []
     for directory, name in zip(directories, _names(directories), strict=True):
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _names(directories: list[Path]) -> list[str]:
-    """Directories' names; those with the same name are told apart by their paths below a common directory."""
+    """Names of directories; equal names get their paths below the common directory."""
     paths = [directory.resolve() for directory in directories]
     names = []
     for path in paths:

@@ -22,12 +22,17 @@ from megatron_fp8.commands.train_options import (
 )
 from megatron_fp8.config.check import DataReport, check_config
 from megatron_fp8.config.config_warnings import config_warnings
-from megatron_fp8.config.determinism import KEY as DETERMINISTIC
-from megatron_fp8.config.determinism import run_variables, undone_by_job
-from megatron_fp8.config.environment import KEY as ENVIRONMENT
-from megatron_fp8.config.environment import foreign_tasks, overruled, secret_problems
+from megatron_fp8.config.environment import (
+    DETERMINISTIC,
+    ENVIRONMENT,
+    foreign_tasks,
+    overruled,
+    run_variables,
+    secret_problems,
+    undone_by_job,
+)
 from megatron_fp8.config.layout import Layout, derive_layout
-from megatron_fp8.config.limits import MOST_RANKS
+from megatron_fp8.config.limits import MAX_RANKS
 from megatron_fp8.config.load import LoadedConfig, dump_config, load_config, process_environment
 from megatron_fp8.config.paths import is_missing
 from megatron_fp8.config.places import place_problems, problems_in_run, refusal_of_start
@@ -35,8 +40,14 @@ from megatron_fp8.config.problem import ConfigError, Problem, show_value
 from megatron_fp8.config.resume_check import compare_with_saved
 from megatron_fp8.config.rules_run import MODE as WANDB_MODE
 from megatron_fp8.config.rules_run import login_problem
-from megatron_fp8.config.run_start import LENGTH_KEYS, Start, resolve_length
-from megatron_fp8.config.rundir import make_run_directory_for_all, reopen_run_directory, resolve_run_directory
+from megatron_fp8.config.run_start import (
+    LENGTH_KEYS,
+    Start,
+    make_run_directory_for_all,
+    reopen_run_directory,
+    resolve_length,
+    resolve_run_directory,
+)
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.check_data import check_data
 from megatron_fp8.errors import BadInputError
@@ -47,7 +58,7 @@ from megatron_fp8.report.start_clock import StartClock
 RUN_ROOT = "run.root"
 # Where what a run starts from is looked for.
 _PLACES_OF_START = {RUN_ROOT, "checkpoint.load"}
-_MOST_DIGITS = 20
+_MAX_DIGITS = 20
 
 DataCheck = Callable[[Config], DataReport]
 ChosenStart = Callable[[], Start]
@@ -71,8 +82,7 @@ class Command:
     quiet: bool = False
 
 
-# A command and its layout, None without a world size.
-Checked = tuple[Command, Layout | None]
+Checked = tuple[Command, Layout | None]  # None without a world size
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -143,21 +153,29 @@ def parse_command_line(
             command, layout = check(None)
     except (UsageError, BadInputError) as error:
         output.exit_with_error(str(error))
-    _warn(output, loaded, command, environ, layout)
+    if arguments.check or not _continues_unchanged(command, world_size):
+        _warn_of_config(output, loaded, command, environ, layout)
+    for note in command.start.notes:
+        output.warn(note)
     if arguments.check:
         output.exit_with_answer(_what_would_run(command, layout))
     return replace(command, quiet=arguments.quiet)
 
 
-def _warn(
+def _warn_of_config(
     output: RankZeroOutput, loaded: LoadedConfig, command: Command, environ: Mapping[str, str], layout: Layout | None
 ) -> None:
     for warning in config_warnings(replace(loaded, config=command.config, origins=command.origins), layout):
         output.warn(str(warning))
     for conflict in overruled(command.config.parallel, environ, command.origins[ENVIRONMENT]):
         output.warn(str(conflict))
-    for note in command.start.notes:
-        output.warn(note)
+
+
+def _continues_unchanged(command: Command, world_size: int | None) -> bool:
+    """Whether this resumes a run with the config and ranks of its checkpoint, whose start has printed the warnings."""
+    start = command.start
+    same = start.saved_config == dump_config(command.config) and start.saved_world_size == world_size
+    return same and start.run_directory is not None
 
 
 def _what_would_run(command: Command, layout: Layout | None) -> str:
@@ -179,13 +197,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown option {unknown[0]}; use {hint_for_option(unknown[0])}")
     if arguments.config is None:
-        parser.error("CONFIG is missing: the path of a YAML file, as in configs/quickstart.yaml")
+        parser.error("CONFIG is missing: the path of a YAML file, such as configs/quickstart.yaml")
     if "=" in arguments.config and is_missing(arguments.config):
-        parser.error(f"CONFIG comes first, and {arguments.config} is not the path of a YAML file")
+        parser.error(f"CONFIG must come first, and {arguments.config} is not the path of a YAML file")
     if arguments.check and arguments.plan:
-        parser.error("--check and --plan both answer and end; use one of them")
+        parser.error("--check and --plan exclude each other")
     if arguments.world_size is not None and not (arguments.check or arguments.plan):
-        parser.error("--world-size belongs to --check and --plan; a run has as many ranks as torchrun starts")
+        parser.error("--world-size requires --check or --plan; a run has as many ranks as torchrun starts")
     return arguments
 
 
@@ -196,11 +214,11 @@ def _world_size(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
         size, name = arguments.world_size, "--world-size"
     elif "WORLD_SIZE" in environ:
         text, name = environ["WORLD_SIZE"], "the environment variable WORLD_SIZE"
-        size = int(text) if text.isdecimal() and len(text) < _MOST_DIGITS else 0
+        size = int(text) if text.isdecimal() and len(text) < _MAX_DIGITS else 0
     else:
         return None if arguments.check or arguments.plan else 1
-    if not 1 <= size <= MOST_RANKS:
-        raise UsageError(f"{name} is not a number of ranks, 1 to {MOST_RANKS:,}")
+    if not 1 <= size <= MAX_RANKS:
+        raise UsageError(f"{name} is not a number of ranks, 1 to {MAX_RANKS:,}")
     return size
 
 

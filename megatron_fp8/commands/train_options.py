@@ -23,7 +23,7 @@ Start one process per rank: torchrun --nproc-per-node N pretrain.py CONFIG [sect
 
 
 class UsageError(Exception):
-    """The command line has not the form that `--help` shows; the text says where."""
+    """The command line is not of the form that `--help` shows; the text says where."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,34 +46,36 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file; its `base:` names a file to start from")
-    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="replaces a value of CONFIG")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file; inherits from its `base:`")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="overrides a value of CONFIG")
     parser.add_argument(
         "--resume",
         dest="resume",
         action="store_const",
         const="latest",
-        help="continue the run of this name from its latest checkpoint; --resume=auto: from the newest whole one, or "
-        "from the start where there is none",
+        help="resume the run of this name from its latest checkpoint; --resume=auto: from the newest intact one, or "
+        "start from scratch if there is none",
     )
     parser.add_argument("--resume-auto", dest="resume", action="store_const", const="auto", help=argparse.SUPPRESS)
-    parser.add_argument("--check", action="store_true", help="report every mistake, or what would run, and end")
+    parser.add_argument(
+        "--check", action="store_true", help="validate the config and exit; prints every error, or what would run"
+    )
     parser.add_argument(
         "--plan",
         action="store_true",
-        help="say what the run will take (memory, FLOPs, messages, days), without the text, and end; "
-        "tools/plan.py knows more",
+        help="print a resource estimate (memory, FLOPs, traffic, days) and exit; needs no dataset; "
+        "tools/plan.py has more options",
     )
-    parser.add_argument("--world-size", type=int, metavar="N", help="with --check or --plan: ranks that would run")
-    parser.add_argument("--print-config", action="store_true", help="write the whole config as YAML and end")
-    parser.add_argument("--quiet", action="store_true", help="show warnings and errors alone; console.log has the rest")
-    parser.add_argument("-h", "--help", action="store_true", help="show this text and end")
+    parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks, with --check or --plan")
+    parser.add_argument("--print-config", action="store_true", help="print the full config as YAML and exit")
+    parser.add_argument("--quiet", action="store_true", help="print only warnings and errors; console.log has the rest")
+    parser.add_argument("-h", "--help", action="store_true", help="show this help and exit")
     return parser
 
 
 def describe_keys() -> str:
     """Every config key with its type, default and meaning, by section."""
-    lines = ["config keys (a default in brackets; keys without one are needed):"]
+    lines = ["config keys (defaults in brackets; keys without one are required):"]
     section = ""
     for key, spec in config_fields().items():
         if spec.section != section:
@@ -99,7 +101,7 @@ def _type_and_default(spec: FieldSpec) -> str:
 
 
 def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH_CHARS, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return textwrap.wrap(text, _WIDTH_CHARS, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False)
 
 
 def summarize(config: Config, layout: Layout) -> str:
@@ -119,9 +121,9 @@ def summarize(config: Config, layout: Layout) -> str:
             f"  precision  {describe_formats(config.precision, model.num_layers)}",
             f"  layout     TP {layout.tensor_model_parallel_size} x PP {layout.pipeline_model_parallel_size} x "
             f"DP {layout.data_parallel_size}{chunks}{sequence}, {optimizer}; "
-            f"{layout.layers_per_stage} layers a stage",
+            f"{layout.layers_per_stage} layers per stage",
             f"  batch      {layout.global_batch_size} samples = {layout.micro_batch_size} x DP "
-            f"{layout.data_parallel_size} x {layout.num_microbatches} micro-batches; {tokens:,} tokens a step",
+            f"{layout.data_parallel_size} x {layout.num_microbatches} micro-batches; {tokens:,} tokens per step",
             f"  length     {config.training.train_iters:,} steps, {tokens * config.training.train_iters:,} tokens",
         ]
     )
@@ -133,5 +135,5 @@ def describe_world_sizes(config: Config) -> str:
     if not sizes:
         return f"{config.run.name}: no world size fits"
     shown = ", ".join(str(size) for size in sizes[:_MAX_WORLD_SIZES_SHOWN])
-    more = f", ... ({len(sizes)} in all)" if len(sizes) > _MAX_WORLD_SIZES_SHOWN else ""
-    return f"{config.run.name}: can run on {shown}{more} ranks; --world-size N says how"
+    more = f", ... ({len(sizes)} in total)" if len(sizes) > _MAX_WORLD_SIZES_SHOWN else ""
+    return f"{config.run.name}: can run on {shown}{more} ranks; --world-size N shows the layout"

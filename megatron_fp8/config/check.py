@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_fp8.config.determinism import check_determinism
-from megatron_fp8.config.environment import check_environment
+from megatron_fp8.config.environment import check_determinism, check_environment
 from megatron_fp8.config.facts import WORLD_SIZE, Facts, Finding, divisors, to_problem
 from megatron_fp8.config.load import LoadedConfig
 from megatron_fp8.config.problem import Problem

@@ -13,7 +13,7 @@ from megatron_fp8.config.attention import (
     kept_score_bytes,
     unfused_attention,
 )
-from megatron_fp8.config.determinism import KEY as DETERMINISTIC
+from megatron_fp8.config.environment import DETERMINISTIC
 from megatron_fp8.config.fields import config_fields
 from megatron_fp8.config.layout import GemmShape, Layout
 from megatron_fp8.config.load import DEFAULT, LoadedConfig
@@ -49,9 +49,9 @@ def config_warnings(loaded: LoadedConfig, layout: Layout | None) -> list[Problem
                 Problem(
                     "precision.mode",
                     "fp8",
-                    f"at these sizes FP8 is slower than BF16: on an H100 its GEMMs save about {1e6 * saved:.0f} "
-                    f"us per layer and micro-batch, its casts take about {1e6 * spent:.0f} us",
-                    "precision.mode=bf16 where speed matters; larger per-rank sizes",
+                    f"slower than BF16 here: on an H100 FP8 GEMMs save about {1e6 * saved:.0f} us per layer and "
+                    f"micro-batch, but casts take about {1e6 * spent:.0f} us",
+                    "precision.mode=bf16 if speed matters, or larger per-rank sizes",
                     origins["precision.mode"],
                 )
             )
@@ -62,8 +62,8 @@ def config_warnings(loaded: LoadedConfig, layout: Layout | None) -> list[Problem
             Problem(
                 GLOBAL_BATCH,
                 layout.global_batch_size,
-                f"it makes {layout.num_microbatches} micro-batches for {PP}="
-                f"{layout.pipeline_model_parallel_size} stages: some stages always wait",
+                f"gives {layout.num_microbatches} micro-batches for {PP}={layout.pipeline_model_parallel_size} stages, "
+                "so some stages are always idle",
                 "a larger global batch, smaller micro-batches or fewer stages",
                 origins[GLOBAL_BATCH],
             )
@@ -75,8 +75,8 @@ def _overridden(loaded: LoadedConfig) -> Iterator[Problem]:
     """What an Accelerate YAML says, and the config says otherwise."""
     for key, written in loaded.overridden.items():
         value = getattr(getattr(loaded.config, key.partition(".")[0]), key.partition(".")[2])
-        reason = f"it overrides {written.text} of the Accelerate file ({written.origin})"
-        yield Problem(key, value, reason, "the key left out, where the file's value is meant", loaded.origins[key])
+        reason = f"overrides {written.text} of the Accelerate file ({written.origin})"
+        yield Problem(key, value, reason, "remove the key to use the file's value", loaded.origins[key])
 
 
 def _unfused_attention(loaded: LoadedConfig, layout: Layout) -> Iterator[Problem]:
@@ -93,7 +93,7 @@ def _unfused_attention(loaded: LoadedConfig, layout: Layout) -> Iterator[Problem
     if not unfused.for_determinism:
         heads, s = layout.attention_heads_per_rank, layout.seq_length
         shape = f"{layout.micro_batch_size} x {heads} heads x {s} x {s}"
-        reason = f"on GPUs attention in FP32 is not fused: a micro-batch {kept} ({shape} of 4 bytes)"
+        reason = f"on GPUs FP32 attention is not fused: a micro-batch {kept} ({shape} x 4 bytes)"
         use = "precision.mode=bf16, whose attention keeps no scores"
         yield Problem("precision.mode", "fp32", reason, use, loaded.origins["precision.mode"])
         return
@@ -101,7 +101,7 @@ def _unfused_attention(loaded: LoadedConfig, layout: Layout) -> Iterator[Problem
     yield Problem(
         DETERMINISTIC,
         True,
-        "on an H100 or H200 deterministic attention over documents kept apart is not fused at "
+        "on H100 and H200 deterministic attention with separated documents is not fused with "
         f"{layout.attention_heads_per_rank} heads a rank and model.seq_length={layout.seq_length}: a micro-batch{many} "
         f"{kept}",
         "data.reset_attention_mask=false, or shorter samples, or more tensor parallelism",
@@ -124,8 +124,8 @@ def _gathers_in_bf16(loaded: LoadedConfig, layout: Layout) -> Iterator[Problem]:
             yield Problem(
                 key,
                 getattr(config.model, key.partition(".")[2]),
-                f"with parallel.sequence_parallel and blockwise scaling, {size} {name} are no multiple of {_BLOCK}: "
-                "activations are gathered in BF16, twice the bytes of FP8",
+                f"with parallel.sequence_parallel and blockwise scaling, {size} {name} are not a multiple of {_BLOCK}, "
+                "so activations are gathered in BF16, twice the bytes of FP8",
                 f"a multiple of {_BLOCK} {name}",
                 loaded.origins[key],
             )
@@ -156,7 +156,7 @@ def _keys_without_effect(loaded: LoadedConfig) -> Iterator[Problem]:
             value = getattr(getattr(loaded.config, spec.section), spec.name)
             # Not of a value that nobody wrote: ours, or Accelerate's where its file was read.
             if not loaded.origins[key].endswith(DEFAULT) and value != spec.default:
-                yield Problem(key, value, f"it has no effect: {reason}", use, loaded.origins[key])
+                yield Problem(key, value, f"no effect: {reason}", use, loaded.origins[key])
 
 
 # (keys, why they do nothing, what would make them count)
@@ -175,7 +175,7 @@ def idle_keys(config: Config) -> Iterator[Idle]:
     yield from _checkpoint(config)
     if config.training.eval_iters == 0:
         keys = ["data.valid_data_path", "training.multiple_validation_sets", "training.full_validation"]
-        yield keys, "training.eval_iters is 0", "training.eval_iters above 0"
+        yield keys, "training.eval_iters is 0", "training.eval_iters greater than 0"
     elif config.training.full_validation:
         yield ["training.eval_iters"], "training.full_validation is true", "training.full_validation=false"
     yield from _logging(config)
@@ -236,8 +236,8 @@ def _fp8(config: Config) -> Iterator[Idle]:
         reason = "precision.first_last_layers_bf16 is false"
         yield _in_precision(*_BF16_LAYERS[1:3]), reason, "precision.first_last_layers_bf16=true"
     elif precision.num_layers_at_start_in_bf16 == precision.num_layers_at_end_in_bf16 == 0:
-        reason = "it means no layers at the start and none at the end"
-        yield _in_precision(_BF16_LAYERS[0]), reason, "precision.num_layers_at_start_in_bf16 above 0"
+        reason = "it covers no layers at the start or the end"
+        yield _in_precision(_BF16_LAYERS[0]), reason, "precision.num_layers_at_start_in_bf16 greater than 0"
     if not precision.fp8_fallback:
         keys = [key for key in config_fields() if key.startswith("precision.fp8_fallback_")]
         yield keys, "precision.fp8_fallback is false", "precision.fp8_fallback=true"
@@ -249,7 +249,11 @@ def _checkpoint(config: Config) -> Iterator[Idle]:
         names = ("save_interval", "save_retain_interval", "keep_last", "async_save")
         yield [f"checkpoint.{name}" for name in names], "checkpoint.save is false", "checkpoint.save=true"
     elif settings.keep_last is None:
-        yield ["checkpoint.save_retain_interval"], "checkpoint.keep_last is null: all stay", "checkpoint.keep_last=N"
+        yield (
+            ["checkpoint.save_retain_interval"],
+            "checkpoint.keep_last is null, so all are kept",
+            "checkpoint.keep_last=N",
+        )
     if settings.load is None:
         yield ["checkpoint.load_weights_only"], "checkpoint.load is null", "checkpoint.load=PATH"
 
@@ -264,7 +268,7 @@ def _optimizer(config: Config) -> Iterator[Idle]:
         keys = ["optimizer.min_lr", "optimizer.lr_decay_iters"]
         yield keys, "optimizer.lr_decay_style is constant", "another optimizer.lr_decay_style"
     if optimizer.lr_warmup_iters == 0:
-        yield ["optimizer.lr_warmup_init"], "there is no warm-up", "optimizer.lr_warmup_iters above 0"
+        yield ["optimizer.lr_warmup_init"], "there is no warmup", "optimizer.lr_warmup_iters greater than 0"
 
 
 def _model(config: Config) -> Iterator[Idle]:

@@ -1,8 +1,11 @@
-"""Owns the environment variables of a run: the form in which a config gives them, and which ones a layout needs.
+"""The environment variables of a run: those a config gives, those its layout needs, those of deterministic mode.
 
 A config carries them (`parallel.environment`), so that a run does not depend on what its launcher exports. The
-environment itself is an argument: it is read in `config/load.py` and written in `parallel/environment.py`. Imports no
-torch.
+environment itself is an argument: it is read in `config/load.py` and written in `parallel/process_environment.py`.
+
+The variables of `training.deterministic_mode` and their values are those of Megatron Core's `training/determinism.py`,
+which a test compares. Its `Ring` is the NCCL algorithm whose order of sums depends on the ranks alone; with `Tree` NCCL
+chooses the order within a node. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,11 +16,10 @@ from dataclasses import dataclass
 
 from megatron_fp8.config.facts import Facts, Finding
 from megatron_fp8.config.fields import config_fields
-from megatron_fp8.config.problem import Problem
+from megatron_fp8.config.problem import HIDDEN, Problem, hide, secret_values
 from megatron_fp8.config.schema import Config, ParallelConfig
-from megatron_fp8.config.secret_texts import HIDDEN, hide, secret_values
 
-KEY = "parallel.environment"
+ENVIRONMENT, DETERMINISTIC = "parallel.environment", "training.deterministic_mode"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 # Whose variables they are: CUDA's, its libraries', torch's, Transformer Engine's, and those of networks under NCCL.
 _LIBRARY_VARIABLE = re.compile(r"(CUDA|CUBLAS|CUDNN|NCCL|TORCH|PYTORCH|NVTE|UCX|FI|GLOO)_[A-Z0-9_]+")
@@ -50,27 +52,27 @@ def check_environment(facts: Facts) -> Iterator[Finding]:
         reason, use = _mistake(name, equals, value)
         if reason:
             # The value may be a secret that was put here by mistake.
-            yield Finding(f"variable {name}", KEY, reason, (), use, value=name if equals else setting)
+            yield Finding(f"variable {name}", ENVIRONMENT, reason, (), use, value=name if equals else setting)
     for name in dict.fromkeys(setting.partition("=")[0] for setting in settings):
         values = {setting.partition("=")[2] for setting in settings if setting.partition("=")[0] == name}
         if len(values) > 1:
-            reason = f"{name} is given {len(values)} values"
-            yield Finding(f"twice {name}", KEY, reason, (), "one of them", value=name)
+            reason = f"{name} has {len(values)} different values"
+            yield Finding(f"twice {name}", ENVIRONMENT, reason, (), "one of them", value=name)
 
 
 def _mistake(name: str, equals: str, value: str) -> tuple[str, str]:
     """(what is wrong with an entry, or nothing; what to use)."""
     if not equals or not name or not value:
-        return "an entry is NAME=value", f"{CONNECTIONS}=1, say"
+        return "an entry must be NAME=value", f"for example {CONNECTIONS}=1"
     if name in _OF_THE_LAUNCHER:
-        return f"{name} is each machine's own", "the launcher's environment"
+        return f"{name} is set per machine", "the launcher's environment"
     if _SECRET.search(name):
         return "the config is written to the run directory and to dashboards", "the launcher's environment for secrets"
     if not _LIBRARY_VARIABLE.fullmatch(name):
-        use = "variables of CUDA, NCCL, torch or Transformer Engine; others in the launcher's environment"
-        return f"{name} is none that the libraries under a run read", use
+        use = "the launcher's environment"
+        return f"{name} is not a CUDA, NCCL, torch or Transformer Engine variable", use
     if name == CONNECTIONS and not (value.isdecimal() and 1 <= int(value) <= 32):
-        return f"{value} is no number of connections, which CUDA has 1 to 32 of", f"{CONNECTIONS}=1"
+        return f"{value} is not a number of connections from 1 to 32", f"{CONNECTIONS}=1"
     return "", ""
 
 
@@ -80,8 +82,8 @@ def needs(parallel: ParallelConfig, compute_capability: tuple[int, int]) -> Iter
         yield Need(
             CONNECTIONS,
             "1",
-            "tensor-parallel collectives overlap with GEMMs only if the GPU takes kernels in the order of their "
-            "launch; with more connections a GEMM may come first, and the collective waits for it in every layer",
+            "tensor-parallel collectives overlap with GEMMs only if the GPU starts kernels in launch order; with more "
+            "connections a GEMM may start first, and the collective waits for it in every layer",
         )
 
 
@@ -91,10 +93,10 @@ def unmet_needs(
     """What a layout needs on these GPUs and does not have in the environment that a rank runs in; none is fatal."""
     return [
         Problem(
-            KEY,
+            ENVIRONMENT,
             f"{need.name}={environ[need.name]}" if need.name in environ else f"(without {need.name})",
             f"parallel.tensor_model_parallel_size={parallel.tensor_model_parallel_size}: {need.why}",
-            f"{need.name}={need.value} in {KEY}, or in the environment of the job, which comes first",
+            f"{need.name}={need.value} in {ENVIRONMENT}, or in the environment of the job, which takes precedence",
             origin,
         )
         for need in needs(parallel, compute_capability)
@@ -106,10 +108,10 @@ def overruled(parallel: ParallelConfig, environ: Mapping[str, str], origin: str 
     """Variables that the job's environment sets to something else than the config; the job's stay."""
     return [
         Problem(
-            KEY,
+            ENVIRONMENT,
             f"{name}={value}",
-            f"the job's environment has {name}={environ[name]}, which stays: it knows the machines",
-            f"`unset {name}` where the config's value is meant, or {name}={environ[name]} in the config",
+            f"the job's environment has {name}={environ[name]}, which takes precedence",
+            f"`unset {name}` to use the config's value, or set {name}={environ[name]} in the config",
             origin,
         )
         for name, value in variables(parallel.environment).items()
@@ -160,7 +162,7 @@ def _found(environ: Mapping[str, str], launcher: str, rank: str, size: str) -> F
     return ForeignTasks(
         max(_number(environ, rank), 0),
         f"{shown} in the environment, without {' and '.join(_OF_TORCHRUN)}\n"
-        f"    why: {launcher} started several tasks, and each would train on its own, into the same run\n"
+        f"    why: {launcher} started several tasks, and each would train separately into the same run\n"
         f"    use: {one_a_node} torchrun --nnodes {num_nodes} --nproc-per-node GPUS --rdzv-id NAME "
         "--rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 pretrain.py CONFIG; for one process, a single task",
     )
@@ -179,8 +181,8 @@ def secret_problems(config: Config, environ: Mapping[str, str], origins: Mapping
         Problem(
             key,
             hide(text, secrets),
-            f"it holds a secret (shown as {HIDDEN}), and the config is written to the run directory and to dashboards",
-            "an address without a password, and the secret in the environment or in the service's own file of logins",
+            f"contains a secret (shown as {HIDDEN}), and the config is written to the run directory and to dashboards",
+            "an address without a password; keep the secret in the environment or in the service's credentials file",
             origins.get(key, ""),
         )
         for key, text in _texts(config)
@@ -194,3 +196,69 @@ def _texts(config: Config) -> Iterator[tuple[str, str]]:
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str):
                 yield key, text
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A variable that a library reads when it starts. `value`: what is set; `serve`: all values that do.
+
+    `is_list`: of several values, with commas between them, each must serve.
+    """
+
+    name: str
+    value: str
+    serve: tuple[str, ...]
+    whose: str
+    is_list: bool = False
+
+    def serves(self, value: str) -> bool:
+        """Whether the library is deterministic with it."""
+        values = [each.strip() for each in value.split(",") if each.strip()] if self.is_list else [value]
+        return bool(values) and all(each in self.serve for each in values)
+
+
+SWITCHES = (
+    Switch("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", ("0",), "attention's backward pass in Transformer Engine"),
+    Switch("CUBLAS_WORKSPACE_CONFIG", ":4096:8", (":4096:8", ":16:8"), "matrix products of cuBLAS"),
+    Switch("NCCL_ALGO", "Ring", ("Ring", "CollnetDirect", "CollnetChain", "^NVLS"), "sums over ranks in NCCL", True),
+)
+
+
+def run_variables(config: Config) -> dict[str, str]:
+    """All variables that a rank of a run sets where the job's environment does not: of the layout and of this key."""
+    own = {switch.name: switch.value for switch in SWITCHES} if config.training.deterministic_mode else {}
+    return {**own, **variables(config.parallel.environment)}
+
+
+def check_determinism(facts: Facts) -> Iterator[Finding]:
+    """Variables in the config that undo the key."""
+    if not facts.config.training.deterministic_mode:
+        return
+    for switch, value in _undoing(variables(facts.config.parallel.environment)):
+        yield Finding(f"undone by {switch.name}", ENVIRONMENT, _reason(switch, value), (), _use(switch), switch.name)
+
+
+def undone_by_job(config: Config, environ: Mapping[str, str], origin: str = "") -> list[Problem]:
+    """Variables of the job's environment, which comes first, that undo the key."""
+    if not config.training.deterministic_mode:
+        return []
+    return [
+        Problem(
+            DETERMINISTIC, True, f"the job's environment: {_reason(switch, value)}", f"`unset {switch.name}`", origin
+        )
+        for switch, value in _undoing(environ)
+    ]
+
+
+def _undoing(values: Mapping[str, str]) -> Iterator[tuple[Switch, str]]:
+    for switch in SWITCHES:
+        if switch.name in values and not switch.serves(values[switch.name]):
+            yield switch, values[switch.name]
+
+
+def _reason(switch: Switch, value: str) -> str:
+    return f"{switch.name}={value} lets {switch.whose} add in any order, which {DETERMINISTIC}=true rules out"
+
+
+def _use(switch: Switch) -> str:
+    return f"{switch.name}={' or '.join(switch.serve)}, or leave it out"

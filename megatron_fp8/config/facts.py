@@ -19,8 +19,8 @@ from megatron_fp8.config.run_start import START, Position
 from megatron_fp8.config.schema import Config
 
 WORLD_SIZE = "world_size"
-MOST_CANDIDATES = 64
-MOST_STEPS_TRIED = 8
+MAX_CANDIDATES = 64
+MAX_STEPS_TRIED = 8
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def to_problem(finding: Finding, facts: Facts, rules: Rules, origins: Mapping[st
     if not uses and (step := _step_towards(finding, facts, rules)):
         uses.append(step)
     if not uses or finding.otherwise:
-        uses.append(finding.otherwise or f"another value of {finding.key}")
+        uses.append(finding.otherwise or f"a different value of {finding.key}")
     value = facts.get(finding.key) if finding.value is None else finding.value
     origin = origins.get(finding.key, "")
     return Problem(finding.key, value, finding.reason, "; or ".join(uses), origin)
@@ -124,7 +124,7 @@ def _step_towards(finding: Finding, facts: Facts, rules: Rules) -> str | None:
     before = {other.identity for other in rules(facts)}
     best: tuple[int, str] | None = None
     for alternative in finding.alternatives:
-        for value in _allowed(alternative, MOST_STEPS_TRIED):
+        for value in _allowed(alternative, MAX_STEPS_TRIED):
             after = list(rules(facts.with_value(alternative.key, value)))
             if finding.identity in {other.identity for other in after}:
                 continue
@@ -143,7 +143,7 @@ def accepted_values(finding: Finding, alternative: Alternative, facts: Facts, ru
         after = {other.identity for other in rules(facts.with_value(alternative.key, value))}
         return finding.identity not in after and after <= before
 
-    return list(itertools.islice(filter(accepted, _allowed(alternative, MOST_CANDIDATES)), alternative.most))
+    return list(itertools.islice(filter(accepted, _allowed(alternative, MAX_CANDIDATES)), alternative.most))
 
 
 def _allowed(alternative: Alternative, most: int) -> Iterator[Any]:
@@ -160,8 +160,8 @@ def multiples(value: int, step: int = 1, least: int = 1) -> list[int]:
     above = value - value % step + step
 
     pairs = itertools.zip_longest(
-        itertools.islice(range(below, max(least, 1) - 1, -step), MOST_CANDIDATES // 2),
-        range(above, above + step * (MOST_CANDIDATES // 2), step),
+        itertools.islice(range(below, max(least, 1) - 1, -step), MAX_CANDIDATES // 2),
+        range(above, above + step * (MAX_CANDIDATES // 2), step),
     )
     return [candidate for pair in pairs for candidate in pair if candidate is not None]
 

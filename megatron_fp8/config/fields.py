@@ -26,16 +26,16 @@ Kind = Literal["int", "float", "bool", "str", "choice", "strings", "ints", "bool
 _KIND_OF_TYPE: dict[Any, Kind] = {int: "int", float: "float", bool: "bool", str: "str"}
 _KIND_OF_ITEMS: dict[Any, Kind] = {str: "strings", int: "ints", bool: "bools"}
 _TEXT_OF_KIND = {
-    "int": "a whole number",
+    "int": "an integer",
     "float": "a number",
     "bool": "true or false",
-    "str": "text",
-    "strings": "a list of texts",
-    "ints": "a list of whole numbers",
-    "bools": "a list of true or false",
+    "str": "a string",
+    "strings": "a list of strings",
+    "ints": "a list of integers",
+    "bools": "a list of booleans (true or false)",
 }
 _WITHIN = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
-_TEXT_OF_BOUND = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+_TEXT_OF_BOUND = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class FieldSpec:
         if limits:
             text += f", {' and '.join(limits)}"
         if self.length is not None:
-            text += f", {self.length} of them"
+            text += f" of length {self.length}"
         if self.pattern:
             text += f", matching {self.pattern}"
         return f"{text}, or null" if self.optional else text
@@ -186,7 +186,7 @@ _FALSE = frozenset({"false", "no", "off"})
 _NULL = frozenset({"", "~", "null", "none"})
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 _LARGEST_INTEGER = 2**63 - 1
-_MOST_DIGITS = 100
+_MAX_DIGITS = 100
 _YAML_TAGS = frozenset(
     f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "timestamp", "seq", "map")
 ) | {"tag:yaml.org,2002:value", "tag:yaml.org,2002:merge"}
@@ -203,12 +203,12 @@ def to_value(node: yaml.Node, spec: FieldSpec) -> Any:
     if isinstance(node, yaml.ScalarNode) and node.style is None and _is_null(node.value, spec):
         if spec.optional:
             return None
-        raise ValueMismatchError("a value is needed, null is not one")
+        raise ValueMismatchError("null is not allowed")
     if spec.kind in _ITEM_READERS:
         return [_ITEM_READERS[spec.kind](text, spec) for text in _to_strings(node)]
     if not isinstance(node, yaml.ScalarNode):
         form = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
-        raise ValueMismatchError(f"one value is needed, not {form}")
+        raise ValueMismatchError(f"a single value is required, not {form}")
     return _SCALAR_READERS[spec.kind](node.value, spec)
 
 
@@ -222,7 +222,7 @@ def _to_strings(node: yaml.Node) -> list[str]:
     nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
     for position, item in enumerate(nodes):
         if not isinstance(item, yaml.ScalarNode):
-            raise ValueMismatchError(f"item {position + 1} is not a text")
+            raise ValueMismatchError(f"item {position + 1} is not a string")
         if item.tag not in _YAML_TAGS:
             raise ValueMismatchError(f"the YAML tag {item.tag} is not allowed")
         if not item.value:
@@ -237,17 +237,17 @@ def _to_text(text: str, _: FieldSpec) -> str:
 def _to_integer(text: str, _: FieldSpec) -> int:
     """`text` as an integer; `1_000` and `1e6` are integers too, `4.5` and `true` are not."""
     try:
-        if _INTEGER.fullmatch(text) and len(text) < _MOST_DIGITS:
+        if _INTEGER.fullmatch(text) and len(text) < _MAX_DIGITS:
             number = int(text)
         else:
             approximation = float(text)
             if not math.isfinite(approximation) or approximation != int(approximation):
-                raise ValueMismatchError("not a whole number")
+                raise ValueMismatchError("not an integer")
             number = int(approximation)
     except ValueError as error:
-        raise ValueMismatchError("not a whole number") from error
+        raise ValueMismatchError("not an integer") from error
     if abs(number) > _LARGEST_INTEGER:
-        raise ValueMismatchError("too large: it does not fit into 64 bits")
+        raise ValueMismatchError("too large: it does not fit in 64 bits")
     return number
 
 

@@ -141,15 +141,15 @@ def _unknown_key(key: str, written: Written) -> Iterator[Problem]:
         if written.text.lower() in ("", "~", "null", "{}"):
             return
         reason = "a section holds key: value lines"
-        use = f"keys of {section} on lines of their own below it"
+        use = f"keys of {section} on indented lines below it"
     elif dot and section not in Config.model_fields:
-        reason = f"there is no section {section}"
+        reason = f"unknown section {section}"
         use = _nearest(key) or f"one of the sections {', '.join(Config.model_fields)}"
     elif dot:
-        reason = f"there is no such key in {section}"
+        reason = f"unknown key in section {section}"
         use = _nearest(key) or "--help lists the keys"
     else:
-        reason = "there is no such section"
+        reason = "unknown section"
         use = _nearest(key) or f"one of the sections {', '.join(Config.model_fields)}"
     yield Problem(key, written.text, reason, use, written.origin)
 
@@ -197,7 +197,7 @@ def _schema_problems(error: ValidationError, source: Source, wrong: set[str], pa
             reason = (spec.beyond(detail["input"]) if is_number else None) or f"not {spec.description}"
             yield Problem(key, written.text, reason, spec.description, written.origin)
         elif key not in source.values and not source.unreadable:
-            reason = f"the key is needed and not set: {spec.doc}"
+            reason = f"missing required key: {spec.doc}"
             yield Problem(key, "(not set)", reason, f"{key}: {spec.description}", str(path))
 
 
@@ -221,6 +221,7 @@ def dump_config(config: Config, origins: Mapping[str, str] | None = None) -> str
             initial_indent="  # ",
             subsequent_indent="  # ",
             break_long_words=False,
+            break_on_hyphens=False,
         )
         value = getattr(getattr(config, section), spec.name)
         origin = f"  # {' '.join(origins[key].split())}" if origins else ""

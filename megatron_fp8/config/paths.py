@@ -12,9 +12,9 @@ import stat
 from pathlib import Path
 from typing import IO
 
-_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
-_MOST_LINKS = 40
-_MOST_CHARS_SHOWN = 60
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095
+_MAX_LINKS = 40
+_MAX_CHARS_SHOWN = 60
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFREG: "a file",
@@ -28,10 +28,10 @@ _KINDS = {
 def why_refused(path: str | os.PathLike[str], error: OSError | ValueError) -> str:
     """Why `path` could not be opened, listed or looked at, given the error raised: names the part of it at fault."""
     if isinstance(error, ValueError):
-        return "no path can hold a NUL character" if "\0" in os.fspath(path) else f"not a valid path: {error}"
+        return "a path cannot contain a NUL character" if "\0" in os.fspath(path) else f"not a valid path: {error}"
     place = Path(path).absolute()
     too_long = _too_long(place) if error.errno == errno.ENAMETOOLONG else None
-    return too_long or _blamed(place, error, _MOST_LINKS)
+    return too_long or _blamed(place, error, _MAX_LINKS)
 
 
 def why_unreadable(path: str | os.PathLike[str], wanted: tuple[str, ...] = ("a file",)) -> str | None:
@@ -97,9 +97,9 @@ def shown(path: str | os.PathLike[str]) -> str:
     """A path for a message: in one line, cut where it is too long to read."""
     text = os.fspath(path)
     text = text if text.isprintable() else repr(text)[1:-1]
-    if len(text) <= 4 * _MOST_CHARS_SHOWN:
+    if len(text) <= 4 * _MAX_CHARS_SHOWN:
         return text
-    return f"{text[:_MOST_CHARS_SHOWN]}...{text[-_MOST_CHARS_SHOWN:]}"
+    return f"{text[:_MAX_CHARS_SHOWN]}...{text[-_MAX_CHARS_SHOWN:]}"
 
 
 def _blamed(path: Path, error: OSError, num_links: int) -> str:
@@ -115,15 +115,16 @@ def _blamed(path: Path, error: OSError, num_links: int) -> str:
             part.stat()
         except OSError as refused:
             if refused.errno == errno.ELOOP or num_links == 0:
-                return f"{shown(part)} is a link that leads back to itself"
-            return f"{shown(part)} is a link, and {_blamed(part.parent / part.readlink(), refused, num_links - 1)}"
+                return f"{shown(part)} is a circular symbolic link"
+            reason = _blamed(part.parent / part.readlink(), refused, num_links - 1)
+            return f"{shown(part)} is a symbolic link, and {reason}"
     return _denied(path) if error.errno in (errno.EACCES, errno.EPERM) else f"{shown(path)}: {error.strerror}"
 
 
 def _of_part(part: Path, error: OSError) -> str:
     """The same for the part of a path that cannot be looked at, while those before it can."""
     if error.errno == errno.ENOENT:
-        return f"there is no such file or directory as {shown(part)}"
+        return f"no such file or directory: {shown(part)}"
     if error.errno == errno.EACCES:
         return _denied(part.parent)
     if error.errno == errno.ENOTDIR:
@@ -135,10 +136,10 @@ def _of_part(part: Path, error: OSError) -> str:
 
 def _too_long(path: Path) -> str | None:
     for name in path.parts:
-        if (num_bytes := len(os.fsencode(name))) > _MOST_NAME_BYTES:
-            return f"the name {shown(name)} has {num_bytes} bytes, and file systems take {_MOST_NAME_BYTES}"
-    if (num_bytes := len(os.fsencode(path))) > _MOST_PATH_BYTES:
-        return f"the path has {num_bytes:,} bytes, and the system takes {_MOST_PATH_BYTES:,}"
+        if (num_bytes := len(os.fsencode(name))) > _MAX_NAME_BYTES:
+            return f"the name {shown(name)} is {num_bytes} bytes long; file systems allow {_MAX_NAME_BYTES}"
+    if (num_bytes := len(os.fsencode(path))) > _MAX_PATH_BYTES:
+        return f"the path is {num_bytes:,} bytes long; the system allows {_MAX_PATH_BYTES:,}"
     return None
 
 
@@ -151,8 +152,8 @@ def _denied(path: Path) -> str:
     if os.statvfs(path).f_flag & os.ST_RDONLY and _may(path, os.R_OK | os.X_OK):
         return f"{shown(path)} is on a file system that is read-only"
     return (
-        f"permission denied on {shown(path)}: its mode is {stat.S_IMODE(found.st_mode):04o}, it belongs to user "
-        f"{found.st_uid}, and this is user {os.geteuid()}"
+        f"permission denied: {shown(path)} has mode {stat.S_IMODE(found.st_mode):04o} and is owned by user "
+        f"{found.st_uid}; this process runs as user {os.geteuid()}"
     )
 
 

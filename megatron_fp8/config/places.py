@@ -125,7 +125,7 @@ def _cache_reason(config: Config, value: str | list[str] | None) -> str | None:
         return None
     if why_unreadable(directory, ("a directory",)) is None and any(directory.glob("[!.]*")):
         return None
-    return f"sample indices cannot be kept there: {reason}"
+    return f"cannot store sample indices there: {reason}"
 
 
 def _is_weight(text: str) -> bool:

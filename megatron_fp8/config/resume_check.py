@@ -52,10 +52,10 @@ _SILENT = (
     "training.train_epochs",
 )
 _REMARKS = {
-    "training.global_batch_size": "the samples come in the same order, more or fewer of them in a step",
+    "training.global_batch_size": "samples keep their order, with more or fewer per step",
     **dict.fromkeys(
         ("data.train_data_path", "data.data_path", "data.split"),
-        "the position in the data is counted in samples, whatever they are now",
+        "the data position is a number of samples, whatever they are now",
     ),
 }
 
@@ -75,7 +75,7 @@ def compare_with_saved(
             continue
         if _is_fixed(key):
             reason = (
-                f"the checkpoint was made with {show_value(before)}: it is another model, or another order of samples"
+                f"the checkpoint was made with {show_value(before)}, which is another model or another sample order"
             )
             problems.append(Problem(key, now, reason, f"{key}={show_value(before)}"))
         elif key == _DECAY:
@@ -123,14 +123,14 @@ def _another_decay(
     key, value = next((each for name in _LENGTHS for each in changed if each[0] == name), ("", None))
     if not derived:
         key, value = _DECAY, config.optimizer.lr_decay_iters
-    follows = f"{_DECAY} is null, so that " if config.optimizer.lr_decay_iters is None else ""
+    follows = f"{_DECAY} is null, so " if config.optimizer.lr_decay_iters is None else ""
     old, new = learning_rate(before, iteration), learning_rate(config, iteration)
     rates = f"jump from {old:.4g} to {new:.4g}" if old != new else f"be {old:.4g} as before, but not later"
     yield Problem(
         key,
         value,
-        f"{follows}the decay of the learning rate would end at step {end}, where the checkpoint's schedule has "
-        f"{end_before}; at step {iteration} the rate would {rates}",
+        f"{follows}the learning-rate decay would end at step {end}, but at step {end_before} in the checkpoint's "
+        f"schedule; at step {iteration} the learning rate would {rates}",
         f"{_DECAY}={end_before}, or {_OVERRIDE}",
     )
 
@@ -140,7 +140,7 @@ def _another_rate(config: Config, before: Config, iteration: int) -> Iterator[st
     if not config.checkpoint.override_opt_param_scheduler:
         return
     if decay_end(config) != decay_end(before):
-        yield f"the decay of the learning rate ends at step {decay_end(config)}, was {decay_end(before)}"
+        yield f"the learning-rate decay ends at step {decay_end(config)}, was {decay_end(before)}"
     old, new = learning_rate(before, iteration), learning_rate(config, iteration)
     if old != new:
         yield f"the learning rate at step {iteration} is {new:.4g}, was {old:.4g}"

@@ -19,17 +19,17 @@ def check_data_keys(facts: Facts) -> Iterator[Finding]:
     """Every key without which no batch can be made, and every two that contradict each other."""
     data, training = facts.config.data, facts.config.training
     if not data.train_data_path and not data.data_path:
-        yield Finding("training text", "data.train_data_path", "there is nothing to train on", (), PREFIXES)
+        yield Finding("training text", "data.train_data_path", "no training data", (), PREFIXES)
     if not data.valid_data_path and not data.data_path and training.eval_iters > 0:
         yield Finding(
             "validation text",
             "data.valid_data_path",
-            f"training.eval_iters={training.eval_iters} asks for evaluation, and there is no text for it",
+            f"training.eval_iters={training.eval_iters} needs validation data",
             (Alternative("training.eval_iters", [0]),),
             PREFIXES,
         )
     if data.tokenizer_model is None and data.tokenizer_type != NO_FILE_TYPE:
-        reason = "the vocabulary and the token that ends documents come from it"
+        reason = "the vocabulary and the end-of-document token come from it"
         use = f"the path of a tokenizer.json or another tokenizer's file, or data.tokenizer_type={NO_FILE_TYPE}"
         yield Finding("tokenizer", TOKENIZER, reason, (), use)
     yield from _data_path(facts)
@@ -42,7 +42,7 @@ def _data_path(facts: Facts) -> Iterator[Finding]:
         return
     for key, paths in (("data.train_data_path", data.train_data_path), ("data.valid_data_path", data.valid_data_path)):
         if paths:
-            reason = f"{BOTH} is set too, which data.split divides into training and validation"
+            reason = f"conflicts with {BOTH}, which data.split splits into training and validation"
             yield Finding(f"{key} and {BOTH}", key, reason, (Alternative(key, [[]]), Alternative(BOTH, [[]])))
 
 
@@ -56,8 +56,8 @@ def _documents(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "positions of RoPE",
             key,
-            "RoPE counts from the first token that attention sees, and that is the sample's first: positions restart "
-            f"with {attention} only, and then always",
+            "RoPE positions count from the first token that attention sees, which is the first of the sample: they "
+            f"restart only with {attention}, and then always",
             (
                 Alternative(attention, [True]),
                 Alternative(key, [False]),
@@ -71,17 +71,17 @@ def check_length(facts: Facts) -> Iterator[Finding]:
     training = facts.config.training
     samples, batch = training.train_samples, training.global_batch_size
     if training.train_iters == 0 and samples is None and training.train_epochs is None:
-        reason = "nothing says how long the run is"
+        reason = "the length of the run is not set"
         other = "training.train_iters=N, training.train_samples=N or training.train_epochs=N"
         yield Finding("length", "training.train_iters", reason, (), other)
     if samples is not None and training.train_epochs is not None:
-        reason = f"training.train_samples={samples} says how long the run is"
+        reason = f"training.train_samples={samples} already sets the length of the run"
         nothing = Alternative("training.train_epochs", [None]), Alternative("training.train_samples", [None])
         yield Finding("two lengths", "training.train_epochs", reason, nothing)
     consumed = facts.position.trained_samples
     if samples is not None and samples > consumed and (samples - consumed) % batch:
-        what = f"the {samples - consumed:,} that come after the {consumed:,} consumed are" if consumed else "it is"
-        reason = f"{what} not a multiple of training.global_batch_size={batch}, and steps are whole"
+        what = f"the {samples - consumed:,} samples after the {consumed:,} consumed are " if consumed else ""
+        reason = f"{what}not divisible by training.global_batch_size={batch}"
         lengths = [consumed + rest for rest in multiples(samples - consumed, batch, batch)]
         near = Alternative("training.train_samples", lengths)
         yield Finding("samples", "training.train_samples", reason, (near,))

@@ -37,7 +37,7 @@ def _heads(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "head size",
             HIDDEN,
-            f"the features do not divide by {heads} attention heads, and model.kv_channels is not set",
+            f"not divisible by model.num_attention_heads={heads}, and model.kv_channels is not set",
             (
                 Alternative(HIDDEN, multiples(model.hidden_size, heads)),
                 Alternative(HEADS, divisors(model.hidden_size, heads)),
@@ -47,21 +47,21 @@ def _heads(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "query groups",
             GROUPS,
-            f"{heads} attention heads do not divide by it: every group serves as many heads",
+            f"model.num_attention_heads={heads} is not divisible by it; each group must serve the same number of heads",
             (Alternative(GROUPS, divisors(heads, groups)), Alternative(HEADS, multiples(heads, groups))),
         )
     if heads % tp:
         yield Finding(
             "heads by TP",
             HEADS,
-            f"the heads do not divide by {TP}={tp}: every rank holds as many",
+            f"not divisible by {TP}={tp}; each rank must hold the same number of heads",
             (Alternative(HEADS, multiples(heads, tp)), Alternative(TP, divisors(heads, tp))),
         )
     if model.num_query_groups is not None and groups % tp:
         yield Finding(
             "groups by TP",
             GROUPS,
-            f"the query groups do not divide by {TP}={tp}: every rank holds as many",
+            f"not divisible by {TP}={tp}; each rank must hold the same number of query groups",
             (Alternative(GROUPS, multiples(groups, tp)), Alternative(TP, divisors(groups, tp))),
         )
 
@@ -73,7 +73,7 @@ def _mlp(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "FFN by TP",
             FFN,
-            f"the MLP's inner features do not divide by {TP}={tp}: every rank holds as many",
+            f"not divisible by {TP}={tp}; each rank must hold the same number of the MLP's inner features",
             (Alternative(FFN, multiples(ffn, tp)), Alternative(TP, divisors(ffn, tp))),
             value=ffn,
         )
@@ -88,7 +88,7 @@ def _layers(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "layers by stages",
             LAYERS,
-            f"the layers do not divide by {shared}: every stage's chunk holds as many, none is dropped",
+            f"not divisible by {shared}; each chunk of a pipeline stage must hold the same number of layers",
             (
                 Alternative(LAYERS, multiples(layers, chunks)),
                 Alternative(PP, divisors(layers, pp)),
@@ -104,7 +104,7 @@ def _sequence(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "sequence by TP",
             SEQ_LENGTH,
-            f"with parallel.sequence_parallel the tokens do not divide by {TP}={tp}",
+            f"not divisible by {TP}={tp}, which parallel.sequence_parallel requires",
             (
                 Alternative(SEQ_LENGTH, multiples(config.model.seq_length, tp)),
                 Alternative(TP, divisors(config.model.seq_length, tp)),
@@ -141,7 +141,7 @@ def _positions(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "RoPE pairs",
             key,
-            f"RoPE rotates pairs of features, and head size {size}{share} gives {rotated} of them",
+            f"RoPE rotates pairs of features and needs an even number of them; head size {size}{share} gives {rotated}",
             (
                 Alternative(key, multiples(facts.get(key), step)),
                 *([Alternative(KV_CHANNELS, multiples(size, 2))] if key == HIDDEN else []),
@@ -160,7 +160,7 @@ def _recompute(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "recomputed layers",
             "model.recompute_num_layers",
-            f"a stage's chunk has only {per_chunk} layers",
+            f"each chunk of a pipeline stage has only {per_chunk} layers",
             (Alternative("model.recompute_num_layers", [per_chunk, None]),),
         )
 
@@ -171,6 +171,6 @@ def _vocabulary(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "vocabulary",
             "model.vocab_size",
-            f"the tokenizer has {facts.vocab_size} tokens, more than the model",
+            f"smaller than the tokenizer's vocabulary of {facts.vocab_size} tokens",
             (Alternative("model.vocab_size", [facts.vocab_size, None]),),
         )

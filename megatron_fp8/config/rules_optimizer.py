@@ -24,7 +24,7 @@ def check_optimizer(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 rule,
                 key,
-                f"it is above {LR}={optimizer.lr:g}, the highest rate",
+                f"must not exceed the peak learning rate {LR}={optimizer.lr:g}",
                 (
                     Alternative(key, [float(f"{optimizer.lr / 10:.1g}")]),
                     Alternative(LR, [max(optimizer.min_lr, optimizer.lr_warmup_init)]),
@@ -40,7 +40,7 @@ def check_optimizer(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "warm-up",
             WARMUP,
-            f"the warm-up has to end before the decay does, at step {decay} ({decay_key})",
+            f"warmup must end before the decay does, at step {decay} ({decay_key})",
             (Alternative(WARMUP, [decay // 10, 0], most=1), longer),
         )
     yield from _wsd(facts, decay, longer)
@@ -55,15 +55,15 @@ def _wsd(facts: Facts, decay: int, longer: Alternative) -> Iterator[Finding]:
         yield Finding(
             "WSD length",
             WSD_DECAY,
-            "lr_decay_style WSD needs the length of its last phase",
+            "required: the length of the decay phase of optimizer.lr_decay_style=WSD",
             (Alternative(WSD_DECAY, [max(room // 5, 1)]),),
         )
     elif room > 0 and optimizer.lr_wsd_decay_iters > room:
         yield Finding(
             "WSD phases",
             WSD_DECAY,
-            f"warm-up ({WARMUP}={optimizer.lr_warmup_iters}) and last phase together exceed the {decay} steps "
-            "of the schedule: the rate would jump",
+            f"warmup ({WARMUP}={optimizer.lr_warmup_iters}) and decay phase together exceed the schedule's {decay} "
+            "steps, so the learning rate would jump",
             (Alternative(WSD_DECAY, [room]), longer),
         )
 

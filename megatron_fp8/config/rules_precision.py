@@ -47,7 +47,7 @@ def _format(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "FP8 format of the recipe",
             "precision.fp8_format",
-            f"{RECIPE}={precision.fp8_recipe} has a scale for every small block, so E5M2's range is not needed: it is "
+            f"{RECIPE}={precision.fp8_recipe} scales every small block, so it does not need E5M2's range: it is "
             "defined with E4M3 in both passes",
             (Alternative("precision.fp8_format", ["e4m3", None]), Alternative(RECIPE, ["tensorwise", "delayed"])),
         )
@@ -67,8 +67,8 @@ def _amax_reduction(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "amax group",
             AMAX_REDUCTION,
-            f"with {TP}={tp} the ranks of a layer would scale differently although they share its tensors; "
-            "runs diverge after about a thousand steps",
+            f"with {TP}={tp} the tensor-parallel ranks would use different scales for tensors that they share; "
+            "such runs diverge after about a thousand steps",
             (
                 Alternative(AMAX_REDUCTION, ["auto", "tensor_and_data_parallel"]),
                 Alternative(TP, [1]),
@@ -78,8 +78,8 @@ def _amax_reduction(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "amax group off",
             AMAX_REDUCTION,
-            "with parallel.sequence_parallel FP8 bytes are gathered from ranks with different scales and read "
-            "with one of them",
+            "with parallel.sequence_parallel, FP8 bytes are gathered from ranks with different scales but read "
+            "with a single one",
             (Alternative(AMAX_REDUCTION, ["auto"]), Alternative("parallel.sequence_parallel", [False])),
         )
 
@@ -92,7 +92,7 @@ def _layers(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "BF16 layers outside",
             BF16_LAYERS,
-            f"{LAYERS}={num_layers} has the layers 0 to {num_layers - 1}, counted over the whole model",
+            f"{LAYERS}={num_layers}: layers are numbered 0 to {num_layers - 1} over the whole model",
             (Alternative(BF16_LAYERS, [inside, []], most=1),),
         )
     once = list(dict.fromkeys(layers))
@@ -100,7 +100,7 @@ def _layers(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "BF16 layers twice",
             BF16_LAYERS,
-            "a layer stands in the list more than once: another one may have been meant",
+            "the list contains duplicate layers",
             (Alternative(BF16_LAYERS, [once]),),
         )
     at_start, at_end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
@@ -108,7 +108,7 @@ def _layers(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "first and last layers",
             AT_START,
-            f"together with {AT_END}={at_end} that is more than {LAYERS}={num_layers}",
+            f"together with {AT_END}={at_end} it exceeds {LAYERS}={num_layers}",
             (
                 Alternative(AT_START, [1, 0], most=1),
                 Alternative(AT_END, [1, 0], most=1),
@@ -119,7 +119,7 @@ def _layers(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "no layer in FP8",
             "precision.mode",
-            f"all {num_layers} layers are kept in BF16 by {BF16_LAYERS} and {FIRST_LAST}: nothing would run in FP8",
+            f"{BF16_LAYERS} and {FIRST_LAST} keep all {num_layers} layers in BF16, so nothing would run in FP8",
             (
                 Alternative(BF16_LAYERS, [[]]),
                 Alternative(FIRST_LAST, [False]),
@@ -135,7 +135,7 @@ def _override(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "no GEMM in FP8",
             OVERRIDE,
-            "fprop, dgrad and wgrad are all overridden: nothing would run in FP8",
+            "fprop, dgrad and wgrad are all overridden, so nothing would run in FP8",
             (Alternative(OVERRIDE, [[False, False, True], [False] * 3]), NOT_FP8),
         )
     precision, recompute = facts.config.precision, "model.recompute_granularity"
@@ -144,8 +144,8 @@ def _override(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "overridden fprop, recomputed",
             OVERRIDE,
-            f"with fprop overridden and {recompute}=full an input is first cast in the second forward pass, whose "
-            "amaxes TE forgets: its scale would stay 1 for ever",
+            f"with fprop overridden and {recompute}=full, inputs are first quantized in the recomputed forward pass, "
+            "whose amaxes TE discards: their scale would stay 1 forever",
             (
                 Alternative(OVERRIDE, [[False, *others]]),
                 Alternative("precision.fp8_recipe", ["tensorwise"]),
@@ -160,8 +160,8 @@ def _override(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "overridden GEMMs of weights in parts",
             OVERRIDE,
-            f"with {fused}=false and {shards}=false TE joins the query, key and value weights without a copy, and an "
-            "overridden fprop or dgrad keeps them so over the next optimizer step, where autograd refuses them",
+            f"with {fused}=false and {shards}=false TE concatenates the query, key and value weights without a copy; "
+            "an overridden fprop or dgrad saves that view across the optimizer step, and autograd then rejects it",
             (
                 Alternative(OVERRIDE, [[False, False, wgrad]]),
                 Alternative(fused, [True]),
@@ -176,22 +176,22 @@ def _fallback(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "fallback without checks",
             FALLBACK,
-            f"a layer falls back when checks find it over a limit, and {HEALTH_INTERVAL}=0 makes none",
+            f"layers fall back when FP8 health checks exceed a limit, and {HEALTH_INTERVAL}=0 disables the checks",
             (Alternative(HEALTH_INTERVAL, [100]), Alternative(FALLBACK, [False])),
         )
     if precision.fp8_fallback and precision.fp8_param_gather:
         yield Finding(
             "fallback of FP8 weights",
             FALLBACK,
-            "with precision.fp8_param_gather a layer's weights exist in FP8 only, so it cannot run in BF16",
+            "with precision.fp8_param_gather weights exist only in FP8, so no layer can fall back to BF16",
             (Alternative("precision.fp8_param_gather", [False]), Alternative(FALLBACK, [False])),
         )
     if precision.fp8_fallback and precision.fp8_fallback_num_healthy_checks and not facts.config.model.fuse_qkv_params:
         yield Finding(
             "return of unfused weights",
             NUM_HEALTHY,
-            "with model.fuse_qkv_params=false what FP8 would do to the query, key and value weights of a layer in "
-            "BF16 is not measured",
+            "with model.fuse_qkv_params=false the FP8 health of query, key and value weights is not measured while "
+            "their layer runs in BF16",
             (Alternative(NUM_HEALTHY, [0]), Alternative("model.fuse_qkv_params", [True])),
         )
 
@@ -202,7 +202,7 @@ def _loss_scale(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "loss scales",
             INITIAL_SCALE,
-            f"it is below {MIN_SCALE}={precision.min_loss_scale:g}, and the scale never gets lower than that",
+            f"must be at least {MIN_SCALE}={precision.min_loss_scale:g}, the lowest scale",
             (
                 Alternative(INITIAL_SCALE, [2.0**32, precision.min_loss_scale], most=1),
                 Alternative(MIN_SCALE, [min(1.0, precision.initial_loss_scale)]),

@@ -50,8 +50,8 @@ def _tokens(facts: Facts, last: int, others: int) -> Iterator[Finding]:
         yield Finding(
             "FP8 tokens",
             SEQ_LENGTH,
-            f"FP8 needs a multiple of {last} tokens per micro-batch, the last dimension in wgrad, and "
-            f"{MICRO_BATCH}={micro} makes {num_tokens}",
+            f"FP8 needs a multiple of {last} tokens per micro-batch, the last dimension in wgrad; "
+            f"{MICRO_BATCH}={micro} gives {num_tokens}",
             (*alternatives, *not_fp8),
         )
     elif num_tokens % tp == 0 and num_tokens // tp % others:
@@ -96,8 +96,8 @@ def _attention(facts: Facts, last: int) -> Iterator[Finding]:
     yield Finding(
         "FP8 attention",
         HEADS if model.kv_channels is None else KV_CHANNELS,
-        f"FP8 needs multiples of {last} as last dimensions on each of {TP}={tp} ranks; "
-        f"with head size {size} they are: {', '.join(wrong)}",
+        f"FP8 needs last dimensions that are multiples of {last} on each of {TP}={tp} ranks; "
+        f"head size {size} gives {', '.join(wrong)}",
         (
             Alternative(KV_CHANNELS, multiples(size, 2)),
             Alternative(HEADS, multiples(heads, tp)),
@@ -116,8 +116,8 @@ def _ffn(facts: Facts, last: int) -> Iterator[Finding]:
     yield Finding(
         "FP8 FFN",
         FFN,
-        f"FP8 needs a multiple of {last} inner features on each of {TP}={tp} ranks, and there are {ffn // tp}: the "
-        "last dimension of the fc2 input (fprop) and, with fc1's rows, of its output gradient (dgrad)",
+        f"FP8 needs a multiple of {last} inner features on each of {TP}={tp} ranks, not {ffn // tp}: they are the last "
+        "dimension of the fc2 input (fprop) and, as fc1's rows, of its output gradient (dgrad)",
         (
             Alternative(FFN, multiples(ffn, last * tp)),
             Alternative(TP, divisors(ffn, tp)),
@@ -150,7 +150,7 @@ def check_optimizer_formats(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "optimizer format without shards",
                 key,
-                f"Megatron Core keeps formats other than fp32 only with {DISTRIBUTED}",
+                f"Megatron Core supports formats other than fp32 only with {DISTRIBUTED}",
                 (Alternative(DISTRIBUTED, [True]), Alternative(key, ["fp32"])),
             )
     if precision.mode == "fp32":
@@ -158,15 +158,15 @@ def check_optimizer_formats(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "optimizer formats of FP32 parameters",
                 key,
-                "in mode fp32 the parameters are their own masters; with formats other than fp32 TE's FusedAdam keeps "
-                "masters of its own, which are not what it reads",
+                "in mode fp32 the parameters are their own master weights; with other formats TE's FusedAdam keeps "
+                "separate master weights and does not read them",
                 (Alternative(key, ["fp32"]), Alternative("precision.mode", ["bf16"])),
             )
     if precision.main_grads_dtype == "bf16" and precision.mode in ("fp32", "fp16"):
         yield Finding(
             "BF16 gradients",
             MAIN_GRADS,
-            f"Megatron Core adds gradients up in FP32 or in the parameters' format, and that is {precision.mode}",
+            f"Megatron Core accumulates gradients in FP32 or in the parameters' format, here {precision.mode}",
             (Alternative(MAIN_GRADS, ["fp32"]), Alternative("precision.mode", ["bf16"])),
         )
     if precision.mode == "fp8" and precision.fp8_param_gather:
@@ -180,15 +180,15 @@ def _primary_weights(facts: Facts, reduced: list[str]) -> Iterator[Finding]:
         yield Finding(
             "FP8 weights without shards",
             PARAM_GATHER,
-            f"Megatron Core writes FP32 masters into FP8 weights only with {DISTRIBUTED}, which gathers them",
+            f"Megatron Core writes FP32 master weights into FP8 weights only with {DISTRIBUTED}, which gathers them",
             (Alternative(DISTRIBUTED, [True]), without),
         )
     if precision.fp8_recipe == "mxfp8":
         yield Finding(
             "FP8 weights in MXFP8",
             PARAM_GATHER,
-            "MXFP8 keeps a weight twice, scaled along rows and along columns, and TE cannot put such a pair into the "
-            "buffer that is gathered (`replace_raw_data`)",
+            "MXFP8 stores each weight twice, scaled along rows and along columns, and TE cannot place such a pair in "
+            "the gather buffer (`replace_raw_data`)",
             (without, Alternative("precision.fp8_recipe", ["blockwise", "tensorwise", "delayed"])),
         )
     if any(precision.override_linear_precision):
@@ -196,7 +196,7 @@ def _primary_weights(facts: Facts, reduced: list[str]) -> Iterator[Finding]:
         yield Finding(
             "FP8 weights with overrides",
             PARAM_GATHER,
-            f"{key} wants GEMMs to read weights in BF16, and there would be none: they are kept in FP8 only",
+            f"{key} makes GEMMs read BF16 weights, but weights would exist only in FP8",
             (without, Alternative(key, [[False] * 3])),
         )
     if not facts.config.model.fuse_qkv_params:
@@ -204,7 +204,7 @@ def _primary_weights(facts: Facts, reduced: list[str]) -> Iterator[Finding]:
         yield Finding(
             "FP8 weights in parts",
             PARAM_GATHER,
-            f"{key}=false keeps query, key and value weights apart, and TE does not join FP8 weights",
+            f"{key}=false stores query, key and value weights separately, and TE does not concatenate FP8 weights",
             (Alternative(key, [True]), without),
         )
     # FusedAdam makes the masters itself then, and for delayed scaling from the weights as FP8 has rounded them; for
@@ -212,9 +212,9 @@ def _primary_weights(facts: Facts, reduced: list[str]) -> Iterator[Finding]:
     wrong = reduced if precision.fp8_recipe == "delayed" else [key for key in reduced if key == MAIN_PARAMS]
     for key in wrong:
         reason = (
-            "with delayed scaling the masters would start from weights that FP8 has rounded"
+            "with delayed scaling the master weights would start from FP8-rounded weights"
             if precision.fp8_recipe == "delayed"
-            else f"with {precision.fp8_recipe} scaling Megatron Core makes FP32 masters of FP8 weights only"
+            else f"with {precision.fp8_recipe} scaling Megatron Core supports only FP32 master weights of FP8 weights"
         )
         yield Finding(
             "optimizer format with FP8 weights",

@@ -16,9 +16,9 @@ PROJECT = "logging.wandb_project"
 MODE = "logging.wandb_mode"
 TAGS = "logging.wandb_tags"
 # As wandb's client has them (`wandb.Settings`).
-_MOST_PROJECT_CHARS = 128
+_MAX_PROJECT_CHARS = 128
 _NOT_IN_A_PROJECT = "/\\#?%:"
-_MOST_TAG_CHARS = 64
+_MAX_TAG_CHARS = 64
 _HOST = "https://api.wandb.ai"
 
 
@@ -29,17 +29,17 @@ def check_logging(facts: Facts) -> Iterator[Finding]:
     if project is not None:
         wrong = sorted(set(_NOT_IN_A_PROJECT) & set(project))
         if not project.strip():
-            yield Finding("project", PROJECT, "it is empty", otherwise="a name, or null for a run without wandb")
+            yield Finding("project", PROJECT, "must not be empty", otherwise="a name, or null for a run without wandb")
         elif wrong:
-            reason = f"wandb allows no {' '.join(wrong)} in it"
+            reason = f"wandb does not allow {' '.join(wrong)} in project names"
             name = "".join("-" if char in _NOT_IN_A_PROJECT else char for char in project)
             yield Finding("project", PROJECT, reason, otherwise=f"{PROJECT}={name}; the team goes to wandb_entity")
-        elif len(project) > _MOST_PROJECT_CHARS:
-            reason = f"it has {len(project)} characters, and wandb allows {_MOST_PROJECT_CHARS}"
+        elif len(project) > _MAX_PROJECT_CHARS:
+            reason = f"{len(project)} characters long; wandb allows at most {_MAX_PROJECT_CHARS}"
             yield Finding("project", PROJECT, reason, otherwise="a shorter name")
     for tag in logging.wandb_tags:
-        if not 1 <= len(tag) <= _MOST_TAG_CHARS:
-            reason = f"the tag {tag!r} has {len(tag)} characters, and wandb takes 1 to {_MOST_TAG_CHARS}"
+        if not 1 <= len(tag) <= _MAX_TAG_CHARS:
+            reason = f"the tag {tag!r} is {len(tag)} characters long; wandb allows 1 to {_MAX_TAG_CHARS}"
             yield Finding(f"tag {tag}", TAGS, reason, otherwise="another tag")
 
 
@@ -55,7 +55,7 @@ def login_problem(config: Config, environ: Mapping[str, str], origin: str = "") 
     if missing is None:
         return None
     use = f"`wandb login`, {MODE}=offline and `wandb sync` later, or {PROJECT}=null"
-    return Problem(MODE, logging.wandb_mode, f"{PROJECT} is set, and {missing}", use, origin)
+    return Problem(MODE, logging.wandb_mode, f"{PROJECT} is set, but {missing}", use, origin)
 
 
 def missing_login(environ: Mapping[str, str]) -> str | None:
@@ -67,7 +67,7 @@ def missing_login(environ: Mapping[str, str]) -> str | None:
     path = Path(environ.get("NETRC", home / ".netrc")).expanduser()
     if _has_password(path, host):
         return None
-    return f"there is no login for {host}: neither WANDB_API_KEY nor an entry in {path}"
+    return f"there is no login for {host}: neither WANDB_API_KEY nor an entry in {path} exists"
 
 
 def _server(environ: Mapping[str, str], home: Path) -> str:
@@ -99,7 +99,9 @@ def check_faults(facts: Facts) -> Iterator[Finding]:
     """Every mistake of the policies for steps that go wrong."""
     faults = facts.config.faults
     if faults.spike != "off" and faults.spike_large_threshold < faults.spike_threshold:
-        reason = f"it is below faults.spike_threshold={faults.spike_threshold:g}, which needs several steps"
+        reason = (
+            f"must not be below faults.spike_threshold={faults.spike_threshold:g}, which needs several steps in a row"
+        )
         yield Finding("large spike", LARGE, reason, (Alternative(LARGE, [5 * faults.spike_threshold]),))
     for policy in ("nonfinite", "spike"):
         if getattr(faults, policy) == "rewind":
@@ -112,7 +114,7 @@ def _rewind(facts: Facts, policy: str) -> Iterator[Finding]:
     other = Alternative(key, ["stop" if policy == "nonfinite" else "warn"])
     train_iters = facts.config.training.train_iters
     if not checkpoint.save:
-        reason = f"{SAVE} is false: there is no checkpoint to go back to"
+        reason = f"{SAVE} is false, so there is no checkpoint to roll back to"
         yield Finding(f"{policy}: no checkpoints", key, reason, (Alternative(SAVE, [True]), other))
     elif checkpoint.save_interval == 0 or 0 < train_iters <= checkpoint.save_interval:
         reason = f"with {SAVE_INTERVAL}={checkpoint.save_interval} no checkpoint is written before the end of the run"
@@ -125,7 +127,7 @@ def _rewind(facts: Facts, policy: str) -> Iterator[Finding]:
         if checkpoint.keep_last < least:
             reason = (
                 f"{key}=rewind needs a checkpoint from before the bad steps, of which there can be {steps}; by then "
-                f"{checkpoint.keep_last} newer ones, {checkpoint.save_interval} steps apart, have taken its place"
+                f"the {checkpoint.keep_last} checkpoints kept, {checkpoint.save_interval} steps apart, are all newer"
             )
             enough = Alternative(KEEP_LAST, [least, None])
             yield Finding(f"{policy}: kept checkpoints", KEEP_LAST, reason, (enough, other))
@@ -138,7 +140,7 @@ def check_hang(facts: Facts) -> Iterator[Finding]:
     """A time after which collectives have ended the job already, without naming the rank that held it up."""
     minutes, collectives = facts.get(HANG), facts.get(COLLECTIVES)
     if minutes and minutes >= collectives:
-        reason = f"{COLLECTIVES}={collectives:g} ends the job before, and cannot name the rank that held it up"
+        reason = f"{COLLECTIVES}={collectives:g} ends the job earlier, without naming the rank that hangs"
         shorter, longer = Alternative(HANG, [None]), Alternative(COLLECTIVES, [2 * minutes])
         yield Finding("time of a hang", HANG, reason, (shorter, longer))
 
@@ -154,12 +156,14 @@ def check_profile(facts: Facts) -> Iterator[Finding]:
         return
     if profile.stop is None and profile.start is not None:
         stop = Alternative(STOP, [profile.start + _STEPS, profile.start + 1], most=1)
-        yield Finding("trace's end", STOP, f"{START}={profile.start} begins a trace that never ends", (stop,))
+        yield Finding("trace's end", STOP, f"missing: {START}={profile.start} starts a trace that never stops", (stop,))
     elif profile.start is None and profile.stop is not None:
         start = Alternative(START, [max(0, profile.stop - _STEPS)])
-        yield Finding("trace's start", START, f"{STOP}={profile.stop} ends a trace that never begins", (start,))
+        yield Finding(
+            "trace's start", START, f"missing: {STOP}={profile.stop} stops a trace that never starts", (start,)
+        )
     elif profile.start is not None and profile.stop is not None and profile.start >= profile.stop:
-        reason = f"the steps after {START}={profile.start} up to it are none"
+        reason = f"must be greater than {START}={profile.start}"
         later = Alternative(STOP, [profile.start + _STEPS, profile.start + 1], most=1)
         earlier = Alternative(START, [max(0, profile.stop - _STEPS)])
         yield Finding("trace's steps", STOP, reason, (later, earlier))
@@ -176,11 +180,11 @@ def _ranks(facts: Facts) -> Iterator[Finding]:
     right = list(dict.fromkeys(rank for rank in ranks if rank not in wrong)) or [0]
     alternative = Alternative(RANKS, [right])
     if not ranks:
-        yield Finding("no ranks", RANKS, f"{START} is set, and no rank is to be traced", (alternative,))
+        yield Finding("no ranks", RANKS, f"{START} is set, but the list of ranks is empty", (alternative,))
     elif wrong:
         job = (
             "ranks are counted from 0" if facts.world_size is None else f"the job has ranks 0 to {facts.world_size - 1}"
         )
-        yield Finding("ranks", RANKS, f"no such rank as {', '.join(map(str, wrong))}: {job}", (alternative,))
+        yield Finding("ranks", RANKS, f"no such rank: {', '.join(map(str, wrong))}; {job}", (alternative,))
     elif len(set(ranks)) < len(ranks):
-        yield Finding("ranks twice", RANKS, "a rank is named more than once", (alternative,))
+        yield Finding("ranks twice", RANKS, "the list contains duplicate ranks", (alternative,))

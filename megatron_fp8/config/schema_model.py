@@ -9,21 +9,21 @@ from pydantic import Field
 
 from megatron_fp8.config.limits import (
     FP32_SMALLEST_NORMAL,
-    MOST_DIVISIBLE_BY,
-    MOST_DROPOUT,
-    MOST_EPSILON,
-    MOST_ERROR,
-    MOST_FEATURES,
-    MOST_HEADS,
-    MOST_HISTORY,
-    MOST_LAYERS,
-    MOST_POSITIONS,
-    MOST_ROTARY_BASE,
-    MOST_STD,
-    MOST_STEPS,
-    MOST_VOCABULARY,
-    SMALLEST_ROTARY_BASE,
-    SMALLEST_STD,
+    MAX_DIVISIBLE_BY,
+    MAX_DROPOUT,
+    MAX_EPSILON,
+    MAX_ERROR,
+    MAX_FEATURES,
+    MAX_HEADS,
+    MAX_HISTORY,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_ROTARY_BASE,
+    MAX_STD,
+    MAX_STEPS,
+    MAX_VOCABULARY,
+    MIN_ROTARY_BASE,
+    MIN_STD,
     Place,
 )
 from megatron_fp8.config.schema_run import Section
@@ -32,54 +32,54 @@ from megatron_fp8.config.schema_run import Section
 class ModelConfig(Section):
     """A decoder-only transformer, in Megatron's argument names."""
 
-    num_layers: int = Field(ge=1, le=MOST_LAYERS)
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
     """Transformer layers of the whole model, over all pipeline stages."""
-    hidden_size: int = Field(ge=1, le=MOST_FEATURES)
+    hidden_size: int = Field(ge=1, le=MAX_FEATURES)
     """Width of the residual stream, in features."""
-    num_attention_heads: int = Field(ge=1, le=MOST_HEADS)
+    num_attention_heads: int = Field(ge=1, le=MAX_HEADS)
     """Query heads of each attention block, over all tensor-parallel ranks."""
-    num_query_groups: int | None = Field(default=None, ge=1, le=MOST_HEADS)
+    num_query_groups: int | None = Field(default=None, ge=1, le=MAX_HEADS)
     """Key/value heads (grouped-query attention); null: as many as `num_attention_heads`."""
-    kv_channels: int | None = Field(default=None, ge=1, le=MOST_FEATURES)
+    kv_channels: int | None = Field(default=None, ge=1, le=MAX_FEATURES)
     """Features per head; null: hidden_size / num_attention_heads."""
-    ffn_hidden_size: int | None = Field(default=None, ge=1, le=MOST_FEATURES)
+    ffn_hidden_size: int | None = Field(default=None, ge=1, le=MAX_FEATURES)
     """Width of the MLP's inner layer in features; null: 4 x hidden_size."""
-    seq_length: int = Field(ge=1, le=MOST_POSITIONS)
+    seq_length: int = Field(ge=1, le=MAX_POSITIONS)
     """Tokens per training sample."""
-    max_position_embeddings: int | None = Field(default=None, ge=1, le=MOST_POSITIONS)
-    """Rows of the learned position table, in tokens; null: seq_length. With RoPE only what an exported model is said to
-    take."""
+    max_position_embeddings: int | None = Field(default=None, ge=1, le=MAX_POSITIONS)
+    """Rows of the learned position table, in tokens; null: seq_length. With RoPE, only the maximum length that an
+    exported model states."""
     position_embedding_type: Literal["rope", "learned_absolute"] = "rope"
-    """How positions reach the model."""
-    rotary_base: float = Field(default=10000.0, ge=SMALLEST_ROTARY_BASE, le=MOST_ROTARY_BASE)
+    """Position embedding."""
+    rotary_base: float = Field(default=10000.0, ge=MIN_ROTARY_BASE, le=MAX_ROTARY_BASE)
     """RoPE's base: the longest wavelength is 2 pi x rotary_base tokens."""
     rotary_percent: float = Field(default=1.0, gt=0, le=1)
     """Share of each head's features that RoPE rotates."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     """Kind of every norm."""
-    norm_epsilon: float = Field(default=1e-5, ge=FP32_SMALLEST_NORMAL, le=MOST_EPSILON)
+    norm_epsilon: float = Field(default=1e-5, ge=FP32_SMALLEST_NORMAL, le=MAX_EPSILON)
     """Added to the variance inside every norm."""
     activation: Literal["gelu", "geglu", "relu", "reglu", "srelu", "swiglu"] = "swiglu"
-    """MLP activation; the gated ones double the first MLP weight's rows."""
+    """MLP activation; gated ones double the rows of the first MLP weight."""
     add_bias_linear: bool = False
     """Biases on the linear layers."""
     untie_embeddings_and_output_weights: bool = True
-    """Give the output head a weight of its own; false: it shares the word embedding's."""
+    """Give the output layer its own weight; false: tie it to the word embedding."""
     fuse_qkv_params: bool = True
-    """One QKV weight; false: three (query, key, value), as TE offers both."""
-    hidden_dropout: float = Field(default=0.0, ge=0, le=MOST_DROPOUT)
+    """Store QKV as one weight; false: as three (query, key, value)."""
+    hidden_dropout: float = Field(default=0.0, ge=0, le=MAX_DROPOUT)
     """Dropout probability on the embedding and on each block's output."""
-    attention_dropout: float = Field(default=0.0, ge=0, le=MOST_DROPOUT)
+    attention_dropout: float = Field(default=0.0, ge=0, le=MAX_DROPOUT)
     """Dropout probability on the attention probabilities."""
-    init_method_std: float = Field(default=0.02, ge=SMALLEST_STD, le=MOST_STD)
+    init_method_std: float = Field(default=0.02, ge=MIN_STD, le=MAX_STD)
     """Standard deviation of the normal initialization; output projections: over sqrt(2 x num_layers)."""
-    vocab_size: int | None = Field(default=None, ge=1, le=MOST_VOCABULARY)
+    vocab_size: int | None = Field(default=None, ge=1, le=MAX_VOCABULARY)
     """Tokens of the vocabulary before padding; null: the tokenizer's size."""
-    make_vocab_size_divisible_by: int = Field(default=128, ge=1, le=MOST_DIVISIBLE_BY)
+    make_vocab_size_divisible_by: int = Field(default=128, ge=1, le=MAX_DIVISIBLE_BY)
     """The vocabulary is padded to a multiple of this times tensor_model_parallel_size."""
     recompute_granularity: Literal["none", "full"] = "none"
-    """`full`: keep only each layer's input and compute the layer again in the backward pass."""
-    recompute_num_layers: int | None = Field(default=None, ge=0, le=MOST_LAYERS)
+    """`full`: store only each layer's input and recompute the layer in the backward pass."""
+    recompute_num_layers: int | None = Field(default=None, ge=0, le=MAX_LAYERS)
     """With `full`: how many layers of each pipeline stage's chunk are recomputed; null: all."""
 
 
@@ -89,47 +89,47 @@ _SMALLEST_LOSS_SCALE, _LARGEST_LOSS_SCALE = 2.0**-100, 2.0**100
 
 
 class PrecisionConfig(Section):
-    """Number formats: of the GEMMs, the masters and moments, and how FP8 scales are found and watched."""
+    """Number formats of GEMMs, master weights and moments; how FP8 scales are computed and monitored."""
 
     mode: Literal["fp32", "fp16", "bf16", "fp8"] = "bf16"
     """Format of the blocks' GEMMs: fp32, fp16 (with loss scaling), bf16, or fp8 (BF16 elsewhere)."""
     from_accelerate: Annotated[str | None, Place.FILE] = None
-    """Path of a Hugging Face Accelerate YAML whose `mixed_precision` and `fp8_config` give this section's defaults,
-    relative to where the program was started."""
+    """Path of a Hugging Face Accelerate YAML whose `mixed_precision` and `fp8_config` set this section's defaults,
+    relative to the working directory."""
 
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
-    """How FP8 scales are found. delayed: from the history of earlier steps' amaxes; tensorwise: from each tensor's
-    own amax; blockwise: one per 1x128 (activations, gradients) or 128x128 (weights) block; mxfp8: one power of two
+    """How FP8 scales are computed. delayed: from the amax history of earlier steps; tensorwise: from each tensor's
+    current amax; blockwise: one per 1x128 (activations, gradients) or 128x128 (weights) block; mxfp8: one power of two
     per 32 elements (on GPUs Blackwell or later)."""
     fp8_format: Literal["hybrid", "e4m3"] | None = None
-    """hybrid: E4M3 in the forward, E5M2 in the backward pass; e4m3: E4M3 in both. null: hybrid with delayed and
+    """hybrid: E4M3 in the forward pass, E5M2 in the backward; e4m3: E4M3 in both. null: hybrid with delayed and
     tensorwise, e4m3 with blockwise and mxfp8."""
     fp8_margin: int = Field(default=0, ge=0, le=16)
-    """Head-room of a delayed scale, in powers of two."""
-    fp8_interval: int = Field(default=1, ge=1, le=MOST_STEPS)
-    """Optimizer steps between two computations of the delayed scales; histories move on every step."""
-    fp8_amax_history_len: int = Field(default=1024, ge=1, le=MOST_HISTORY)
-    """Steps of amax history that a delayed scale is computed from."""
+    """Headroom of a delayed scale, in powers of two."""
+    fp8_interval: int = Field(default=1, ge=1, le=MAX_STEPS)
+    """Optimizer steps between updates of the delayed scales; amax histories advance every step."""
+    fp8_amax_history_len: int = Field(default=1024, ge=1, le=MAX_HISTORY)
+    """Steps of amax history for delayed scaling."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
-    """The history's maximum, or its newest entry."""
+    """Amax that the scale is computed from: the history's maximum, or its newest entry."""
     amax_reduction: Literal["auto", "data_parallel", "tensor_and_data_parallel", "off"] = "auto"
-    """Ranks whose amaxes are reduced (maximum). auto: data-parallel (with context-parallel), plus
-    tensor-parallel when its size is above 1."""
+    """Ranks over which amaxes are max-reduced. auto: data-parallel (with context-parallel) ranks, and tensor-parallel
+    ones if there are several."""
     override_linear_precision: list[bool] = Field(default_factory=lambda: [False] * 3, min_length=3, max_length=3)
-    """Which GEMMs of the FP8 layers run in BF16 all the same: [fprop, dgrad, wgrad]."""
+    """GEMMs of FP8 layers that run in BF16 instead: [fprop, dgrad, wgrad]."""
     fp8_eval: bool = True
     """Evaluate in FP8, as in training; false: in BF16."""
     fp8_param_gather: bool = False
-    """Keep the FP8 layers' weights in FP8 only (masters in FP32), and gather updated weights as FP8 bytes."""
+    """Keep the weights of FP8 layers only in FP8 (master weights in FP32), and gather updated weights as FP8 bytes."""
 
     first_last_layers_bf16: bool = False
     """Run the first and the last transformer layers of the whole model in BF16."""
-    num_layers_at_start_in_bf16: int = Field(default=1, ge=0, le=MOST_LAYERS)
-    """Layers at the start that first_last_layers_bf16 means."""
-    num_layers_at_end_in_bf16: int = Field(default=1, ge=0, le=MOST_LAYERS)
-    """Layers at the end that first_last_layers_bf16 means."""
+    num_layers_at_start_in_bf16: int = Field(default=1, ge=0, le=MAX_LAYERS)
+    """First layers that first_last_layers_bf16 covers."""
+    num_layers_at_end_in_bf16: int = Field(default=1, ge=0, le=MAX_LAYERS)
+    """Last layers that first_last_layers_bf16 covers."""
     bf16_layers: list[int] = Field(default_factory=list)
-    """Further transformer layers that run in BF16: numbers over the whole model, from 0."""
+    """More transformer layers to run in BF16, numbered from 0 over the whole model."""
 
     main_params_dtype: Literal["fp32", "fp16"] = "fp32"
     """Format of the master weights."""
@@ -138,32 +138,32 @@ class PrecisionConfig(Section):
     exp_avg_dtype: MomentFormat = "fp32"
     """Format of Adam's first moment."""
     exp_avg_sq_dtype: MomentFormat = "fp32"
-    """Format of Adam's second moment. fp8 flushes small ones to zero, and single weights then jump."""
+    """Format of Adam's second moment. fp8 flushes small values to zero, which makes single weights jump."""
 
     loss_scale: float | None = Field(default=None, ge=_SMALLEST_LOSS_SCALE, le=_LARGEST_LOSS_SCALE)
     """Constant loss scale for fp16; null: dynamic."""
     initial_loss_scale: float = Field(default=2.0**32, ge=_SMALLEST_LOSS_SCALE, le=_LARGEST_LOSS_SCALE)
     """Dynamic loss scale of the first step."""
     min_loss_scale: float = Field(default=1.0, ge=_SMALLEST_LOSS_SCALE, le=_LARGEST_LOSS_SCALE)
-    """The dynamic loss scale never gets lower."""
-    loss_scale_window: int = Field(default=1000, ge=1, le=MOST_STEPS)
-    """Steps without overflow after which the dynamic loss scale doubles."""
-    hysteresis: int = Field(default=2, ge=1, le=MOST_STEPS)
-    """The overflow, counted since the dynamic loss scale last grew, at which it halves, as at every one after it."""
+    """Lowest dynamic loss scale."""
+    loss_scale_window: int = Field(default=1000, ge=1, le=MAX_STEPS)
+    """Consecutive steps without overflow after which the dynamic loss scale doubles."""
+    hysteresis: int = Field(default=2, ge=1, le=MAX_STEPS)
+    """Overflows since the dynamic loss scale last grew before it halves; it then halves at every further one."""
 
-    fp8_health_interval: int = Field(default=100, ge=0, le=MOST_STEPS)
-    """Optimizer steps between checks of the FP8 tensors' data (share clipped, share flushed to zero, relative
-    error); 0: never."""
+    fp8_health_interval: int = Field(default=100, ge=0, le=MAX_STEPS)
+    """Optimizer steps between FP8 health checks (share clipped, share flushed to zero, relative error of every FP8
+    tensor); 0: never."""
     fp8_fallback: bool = False
-    """Run a layer in BF16 from then on when fp8_fallback_num_checks checks in a row find a tensor of it over a
+    """Let a layer fall back to BF16 when fp8_fallback_num_checks consecutive checks find one of its tensors over a
     limit."""
-    fp8_fallback_num_checks: int = Field(default=3, ge=1, le=MOST_STEPS)
-    """Checks in a row over a limit before a layer falls back."""
-    fp8_fallback_num_healthy_checks: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Healthy checks in a row (of what FP8 would do) after which a layer returns to FP8; 0: never."""
+    fp8_fallback_num_checks: int = Field(default=3, ge=1, le=MAX_STEPS)
+    """Consecutive checks over a limit before a layer falls back."""
+    fp8_fallback_num_healthy_checks: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """Consecutive healthy checks (of what FP8 would do) after which a layer returns to FP8; 0: never."""
     fp8_fallback_max_clipped: float = Field(default=0.01, ge=0, le=1)
-    """Limit of the share of elements that are clipped at the format's largest value."""
+    """Limit on the share of elements clipped at the format's largest value."""
     fp8_fallback_max_flushed: float = Field(default=0.5, ge=0, le=1)
-    """Limit of the share of non-zero elements that become zero."""
-    fp8_fallback_max_error: float = Field(default=0.2, gt=0, le=MOST_ERROR)
-    """Limit of the relative quantization error, ||x - q(x)|| / ||x||."""
+    """Limit on the share of non-zero elements flushed to zero."""
+    fp8_fallback_max_error: float = Field(default=0.2, gt=0, le=MAX_ERROR)
+    """Limit on the relative quantization error, ||x - q(x)|| / ||x||."""

@@ -79,7 +79,9 @@ def read_files(path: str | Path, base_key: str | None = "base") -> Source:
         if _real(name) in chain:
             cycle = " -> ".join([*names[chain.index(_real(name)) :], name])
             problems.append(
-                Problem("base", base.text, f"the bases go in a circle: {cycle}", "a base outside it", origin)
+                Problem(
+                    "base", base.text, f"circular `base:` chain: {cycle}", "remove one of these `base:` keys", origin
+                )
             )
             break
     merged = Source(problems=problems, unreadable=unreadable)
@@ -130,7 +132,7 @@ def _read_text(name: str) -> tuple[str | None, str]:
             return None, reason
         return Path(name).read_text(encoding="utf-8"), ""
     except FileNotFoundError:
-        return None, "there is no such file"
+        return None, "no such file"
     except UnicodeDecodeError as error:
         return None, f"not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
     except (OSError, ValueError) as error:
@@ -154,7 +156,13 @@ def _interpret(text: str, name: str, base_key: str | None) -> _File:
         return _File(source, None)
     if not isinstance(root, yaml.MappingNode):
         source.problems.append(
-            Problem("(file)", text, "a config is a mapping of sections", "section: with key: value lines", name)
+            Problem(
+                "(file)",
+                text,
+                "a config must be a mapping of sections",
+                "section: followed by indented key: value lines",
+                name,
+            )
         )
         return _File(source, None)
     base = None
@@ -175,7 +183,7 @@ def _base(written: Written, source: Source) -> Written | None:
     if isinstance(node, yaml.ScalarNode) and node.value:
         return Written(node, node.value, written.origin)
     source.problems.append(
-        Problem("base", written.text, "base is the path of one file", "base: other.yaml", written.origin)
+        Problem("base", written.text, "base must be the path of a single file", "base: other.yaml", written.origin)
     )
     source.unreadable = True
     return None
@@ -200,8 +208,8 @@ def _pairs(
                 Problem(
                     key,
                     node.value if isinstance(node, yaml.ScalarNode) else "...",
-                    f"the key stands twice, first in line {lines[key]}",
-                    "one of the two lines",
+                    f"duplicate key, first defined on line {lines[key]}",
+                    "remove one of the two",
                     origin,
                 )
             )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron_fp8.checkpoint.directory import lock_for_reading
-from megatron_fp8.config.rundir import LOCK
+from megatron_fp8.config.run_start import LOCK
 from megatron_fp8.errors import BadInputError
 
 # A job that was started again may meet the end of the one before: a process that saves or dies, a file server that

@@ -15,7 +15,8 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from megatron_fp8.data.token_file import bin_path, idx_path, token_dtype
 from megatron_fp8.data.tokenizer import Tokenizer
@@ -224,15 +225,7 @@ class ProgressFile:
             record = json.loads(self._path.read_text(encoding="utf-8"))
             if record["work"] != self._work:
                 return None
-            progress: dict[str, Any] = record["progress"]
-            return Progress(
-                **{
-                    **progress,
-                    "position": Position(**progress["position"]),
-                    "by_key": {key: KeyProgress(**state) for key, state in progress["by_key"].items()},
-                    "broken": tuple(progress["broken"]),
-                }
-            )
+            return TypeAdapter(Progress).validate_python(record["progress"])
         except (OSError, ValueError, KeyError, TypeError):
             # A corrupt file is as good as none: start again.
             return None

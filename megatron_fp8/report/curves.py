@@ -1,7 +1,7 @@
-"""Keeps a series of any length in little memory.
+"""Holds a series of any length in little memory.
 
-Points are thinned in buckets of 2^k iterations, aligned at 0. Wider buckets are whole numbers of narrower ones, so
-thinning again what was thinned before gives what thinning all points at once would.
+Points are thinned in buckets of 2^k iterations, aligned at 0. A wider bucket consists of whole narrower ones, so that
+thinning repeatedly gives the same points as thinning once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Keep(Enum):
-    """Which points of a bucket stay."""
+    """Which points of a bucket are kept."""
 
     EXTREMES = "smallest and largest"
     SMALLEST = "smallest"
@@ -24,10 +24,10 @@ class Keep(Enum):
 
 
 class Curve:
-    """A series by iteration, at most about `2 * buckets` points of which are kept; no point is invented.
+    """A series by iteration, thinned to at most about `2 * buckets` of its points.
 
     A bucket keeps its smallest and largest value (or one of them, see `Keep`) and one value that is not finite, if
-    there is one. `mean`, `last`, `smallest` and `largest` are of the finite values, thinned or not; None without any.
+    there is one. `mean`, `last`, `smallest` and `largest` are of all finite values; None if there are none.
     """
 
     def __init__(self, buckets: int = 500, keep: Keep = Keep.EXTREMES) -> None:
@@ -42,7 +42,7 @@ class Curve:
         self._values: Floats = np.empty(0)
 
     def extend(self, iterations: Floats, values: Floats) -> None:
-        """Take more values, of later iterations than those before."""
+        """Append values of later iterations."""
         finite = values[np.isfinite(values)]
         self.count += len(values)
         self.not_finite += len(values) - len(finite)
@@ -51,7 +51,7 @@ class Curve:
             self._sum += float(finite.sum())
         self._iterations = np.concatenate([self._iterations, iterations])
         self._values = np.concatenate([self._values, values])
-        # Half of it is new each time, so that a value is looked at a few times however many there are.
+        # Half of the values are new each time, so the cost is linear in their number.
         if len(self._values) > 4 * self._buckets:
             self._thin()
 
@@ -72,16 +72,16 @@ class Curve:
         return max(filter(math.isfinite, self._values.tolist()), default=None)
 
     def points(self) -> tuple[Floats, Floats]:
-        """Iterations and values, FP64, as many of each; all of them where they are few."""
+        """Iterations and values, FP64; all of them if they are few."""
         if len(self._values) > 2 * self._buckets:
             self._thin()
         return self._iterations, self._values
 
     def columns(self, width: int) -> tuple[Floats, Floats]:
-        """Bucket numbers and the value kept of each, for a `width` (a power of 2) of at least `self.width`."""
+        """Bucket numbers and one value of each, for buckets of `width`, a power of 2 not below `self.width`."""
         iterations, values = thin(self._iterations, self._values, width, self._keep)
         numbers = np.floor_divide(iterations, width)
-        # A value that is not finite comes with the bucket's finite one, and says more.
+        # A value that is not finite takes precedence over the finite one of its bucket.
         order = np.lexsort((~np.isfinite(values), numbers))
         newest = np.append(np.diff(numbers[order]) > 0, True)
         return numbers[order][newest], values[order][newest]
@@ -97,7 +97,7 @@ def bucket_width(first: float, last: float, buckets: int) -> int:
 
 
 def thin(iterations: Floats, values: Floats, width: int, keep: Keep) -> tuple[Floats, Floats]:
-    """What `keep` says of each bucket of `width` iterations, and one not finite value of each, in their order."""
+    """The points to keep of each bucket of `width` iterations, and one that is not finite, in order."""
     buckets = np.floor_divide(iterations, width)
     finite = np.isfinite(values)
     stays = np.zeros(len(values), dtype=bool)

@@ -1,7 +1,7 @@
-"""Owns what people are told of a record that is no measurement: how serious it is, its title, its words.
+"""Levels, alert titles and texts of events, which are the records that are no measurements.
 
-The console, the report's table of events and wandb's alerts all take it from here. A kind without a row in the table is
-shown all the same, as information and with all its keys. Must not know where it is shown. Imports no torch.
+The console, the report's table of events and wandb's alerts show the same texts. An event that is not listed is shown
+too, as information with all its keys. Must not know where events are shown. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Any
 from megatron_fp8.report.code_version import describe_code
 from megatron_fp8.report.record import Record
 
-# Their numbers are series; how they are told is the console's matter.
+# Their numbers are series; the console formats them.
 MEASUREMENTS = frozenset({"train", "validation", "fp8", "fp8-check", "norms"})
 
-
-# In a run's directory.
+# In the run directory.
 PRECISION_CHART = "precision_chart.txt"
 
 
 class Level(IntEnum):
-    """How serious an event is. From a warning on people are alerted."""
+    """How serious an event is. Warnings and errors are also alerts."""
 
     INFO = 0
     WARNING = 1
@@ -32,9 +31,9 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class EventKind:
-    """`title`: of an alert. `text`: says the event, with the record's keys in braces; None: all keys and values.
+    """`title`: of the alert. `text`: with the record's keys in braces; None: all keys and values.
 
-    Both without the iteration, which is told beside them, unless `says_iteration`.
+    The iteration is shown before the text unless `says_iteration`: the text contains it, or does not need it.
     """
 
     level: Level = Level.INFO
@@ -56,7 +55,7 @@ def _start(record: Record) -> str:
     hidden = ("event", "time", "emulated")
     texts = {"precision chart": f"{record.get('run directory')}/{PRECISION_CHART}"}
     for key, text in _START_TEXTS.items():
-        # A value that is still a text is of an older version.
+        # A string is from an older version and shown as it is.
         if isinstance(value := record.get(key), int | Mapping):
             texts[key] = text(value)
     return "\n".join(f"{key}: {texts.get(key, value)}" for key, value in record.items() if key not in hidden)
@@ -76,7 +75,8 @@ _START_TEXTS: Mapping[str, Callable[[Any], str]] = {
     "precision": lambda precision: str(precision["description"]),
     "layout": _layout,
     "parameters": "{:,}".format,
-    "code": describe_code,
+    # The version is among `versions`.
+    "code": lambda code: describe_code(code).removeprefix(f"{code['version']}, "),
     "deterministic mode": lambda variables: ", ".join(filter(None, ["on", _pairs(variables, "=")])),
 }
 
@@ -102,13 +102,13 @@ def describe_startup(record: Record) -> str:
 
 
 def _profile(record: Record) -> str:
-    text = f"traced the last {record['steps']} steps of {_ranks(record)} into {record['directory']}"
+    text = f"profiled the last {record['steps']} steps of {_ranks(record)} into {record['directory']}"
     return f"{text}\n{record['largest costs']}"
 
 
 def _no_loss(record: Record) -> str:
     of = "the validation samples" if record["of"] == "validation" else "the iterations since the last record"
-    return f"no loss of {' '.join([of, _listed(record['sets'])]).strip()}: all their tokens are masked"
+    return f"no loss for {' '.join([of, _listed(record['sets'])]).strip()}: all their tokens are masked"
 
 
 def _hang_title(record: Record) -> str:
@@ -127,16 +127,16 @@ def _fallback(record: Record) -> str:
 
 
 def _rewind(record: Record) -> str:
-    text = f"went back from iteration {record['from-iteration']} to {record['iteration']} ({record['checkpoint']}): "
-    text += f"{record['reason']}; passes over samples {record['first skipped sample']} to "
-    text += f"{record['last skipped sample']}; may go back {record['rewinds left']} times more"
+    text = f"rolled back from iteration {record['from-iteration']} to {record['iteration']} ({record['checkpoint']}): "
+    text += f"{record['reason']}; skipping samples {record['first skipped sample']} to "
+    text += f"{record['last skipped sample']}; {record['rewinds left']} rollbacks left"
     return " | ".join([text, *record["notes"]])
 
 
 def _replica(record: Record) -> str:
     text = f"{record['tensors']} tensors differ between replicas, the first is {record['first tensor']}"
     text += f"; suspects: {_ranks(record)} on {_listed(record['hosts'])}"
-    return text + (f"; alike at iteration {record['last alike']}" if record["last alike"] is not None else "")
+    return text + (f"; last equal at iteration {record['last alike']}" if record["last alike"] is not None else "")
 
 
 def _end(record: Record) -> str:
@@ -144,7 +144,7 @@ def _end(record: Record) -> str:
     text = f"{'finished' if stopped is None else 'stopped after'} {record['iteration']} iterations"
     text += f" in {format_seconds(float(record['seconds'] or 0.0))}"
     if stopped is not None:
-        text += f" because of {stopped} (--resume goes on)"
+        text += f" because of {stopped} (continue with --resume)"
     first, last = record["lm loss validation at start"], record["lm loss validation"]
     if isinstance(first, float) and isinstance(last, float):
         text += f" | lm loss validation {first:.4f} -> {last:.4f} ({last - first:+.4f} nats)"
@@ -166,14 +166,14 @@ EVENTS: Mapping[str, EventKind] = {
     "no-loss": EventKind(text=_no_loss),
     "skip": EventKind(
         Level.WARNING,
-        "NaN or infinity: step left out",
-        "step left out ({skips in a row} in a row, {skips} in all): {reason}",
+        "NaN or infinity: step skipped",
+        "step skipped ({skips in a row} in a row, {skips} in total): {reason}",
     ),
-    "rewind": EventKind(Level.WARNING, "Run went back", _rewind),
+    "rewind": EventKind(Level.WARNING, "Run rolled back", _rewind),
     "slow-rank": EventKind(
         Level.WARNING,
-        "Slow rank {rank}",
-        "rank {rank} on {host} is slow: {work} takes {seconds:.3g} s, {factor:.3g} times the median",
+        "Straggler: rank {rank}",
+        "straggler: rank {rank} on {host}: {work} takes {seconds:.3g} s, {factor:.3g} times the median",
     ),
     "hang": EventKind(Level.ERROR, _hang_title, _hang),
     "replica": EventKind(Level.ERROR, "Replicas differ", _replica),
@@ -182,24 +182,24 @@ EVENTS: Mapping[str, EventKind] = {
 
 
 def event_level(record: Record) -> Level:
-    """How serious a record is; measurements and unknown kinds are information."""
+    """The level of a record; measurements and unknown events are information."""
     return _kind(record).level
 
 
 def event_title(record: Record) -> str:
     """The title of an alert."""
-    return _told(_kind(record).title, record) or str(record["event"])
+    return _formatted(_kind(record).title, record) or str(record["event"])
 
 
 def event_text(record: Record) -> str:
-    """What an event says, without its iteration."""
+    """The text of an event, without its iteration."""
     text = _kind(record).text
-    told = None if text is None else _told(text, record)
-    return told or " | ".join([str(record["event"]), *all_values(record)])
+    formatted = None if text is None else _formatted(text, record)
+    return formatted or " | ".join([str(record["event"]), *all_values(record)])
 
 
 def event_line(record: Record) -> str:
-    """What an event says, as a line of its own: after the iteration, where it has one."""
+    """The text of an event as a console line, with its iteration if it has one."""
     iteration = record.get("iteration")
     if iteration is None or _kind(record).says_iteration:
         return event_text(record)
@@ -207,7 +207,7 @@ def event_line(record: Record) -> str:
 
 
 def all_values(record: Record) -> list[str]:
-    """A record's keys with their values, but its kind, time and iteration."""
+    """`key value` for every key but event, time and iteration."""
     return [f"{key} {value}" for key, value in record.items() if key not in ("event", "time", "iteration")]
 
 
@@ -215,8 +215,8 @@ def _kind(record: Record) -> EventKind:
     return EVENTS.get(str(record["event"]), EventKind())
 
 
-def _told(text: str | Callable[[Record], str], record: Record) -> str | None:
-    """The words, or None for a record of another version, which has other keys."""
+def _formatted(text: str | Callable[[Record], str], record: Record) -> str | None:
+    """The formatted text; None if the record, of another version, lacks a key."""
     try:
         return text.format_map(record) if isinstance(text, str) else text(record)
     except (KeyError, TypeError, ValueError):

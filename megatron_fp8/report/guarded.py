@@ -11,7 +11,6 @@ from pathlib import Path
 
 from megatron_fp8.report.opening import StillOpeningError
 from megatron_fp8.report.record import (
-    BrokenLine,
     BrokenLines,
     Record,
     Sink,
@@ -122,10 +121,7 @@ class Guarded:
         # The record is written first, unless its disk is full: what waits is in it.
         waiting = {json_line(record): record for record in self._waiting}
         broken = BrokenLines()
-        for record in read_records(path) if path.exists() else ():
-            if isinstance(record, BrokenLine):
-                broken.add(record)
-                continue
+        for record in read_records(path, broken) if path.exists() else ():
             if iteration_of(record, newest + 1) > newest:
                 sink.write(record)
             waiting.pop(json_line(record), None)

@@ -1,6 +1,6 @@
-"""Owns what a record of a run is, and the file that keeps them: `metrics.jsonl`, one JSON object a line.
+"""Records of a run, and the file that holds them: `metrics.jsonl`, one JSON object per line.
 
-Series carry Megatron's names. Other views (console, dashboards) are made from the same records. Must not know where
+Series have Megatron's names. All views (console, dashboards, reports) are made from these records. Must not know where
 the numbers come from. Imports no torch.
 """
 
@@ -8,34 +8,32 @@ import json
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from megatron_fp8.config.secret_texts import hide
+from megatron_fp8.config.problem import hide
 from megatron_fp8.report.record_upgrade import upgraded
 
-# What a record may hold: JSON, with numbers that JSON lacks.
+# JSON, and the numbers that JSON lacks.
 Value: TypeAlias = "float | int | str | bool | Sequence[Value] | Mapping[str, Value] | None"
 # A record as its readers get it.
 Record = Mapping[str, Any]
 
 
 class Sink(Protocol):
-    """A view of the record."""
+    """Where records are written: the file, or a view of it."""
 
     def write(self, record: Record) -> None:
-        """Take one record; `event` says its kind (`start`, `train`, `validation`, `end`, ...), `time` when it was made,
-        in seconds since 1970."""
+        """Write a record; its `event` is its kind (`start`, `train`, `validation`, ...), its `time` a Unix time."""
 
     def close(self) -> None:
-        """Write what is still to be written."""
+        """Flush and close."""
 
 
 class Recorder:
-    """Hands each record to every sink; without sinks (every rank but one) it does nothing.
+    """Writes each record to every sink; without sinks (on all ranks but 0) a no-op.
 
-    `secrets`: texts that no record may hold, beside what looks like a password or a key.
+    `secrets`: strings to remove from records, in addition to what looks like a password or a key.
     """
 
     def __init__(self, sinks: Sequence[Sink], secrets: Collection[str] = ()) -> None:
@@ -43,7 +41,7 @@ class Recorder:
         self._secrets = secrets
 
     def write(self, event: str, values: Mapping[str, Value]) -> None:
-        """Record `values` under the kind `event`."""
+        """Write a record of kind `event`."""
         if not self._sinks:
             return
         hidden = {key: _without_secrets(value, self._secrets) for key, value in values.items()}
@@ -57,7 +55,7 @@ class Recorder:
             sink.close()
 
     def reopen(self, sinks: Sequence[Sink]) -> None:
-        """Go on with other sinks in place of those that were closed."""
+        """Replace the closed sinks."""
         self._sinks = list(sinks)
 
 
@@ -74,86 +72,83 @@ def _without_secrets(value: Value, secrets: Collection[str]) -> Value:
 METRICS = "metrics.jsonl"
 
 
-# Of a run that goes on they are no longer true.
+# Removed when the run resumes, from whatever iteration.
 _LAST_EVENTS = ("end", "failure")
-# Of a run that goes on from before them they are true all the same.
+# Kept even when the run resumes from an earlier iteration.
 _LASTING_EVENTS = ("rewind",)
 _MOST_LINES_NAMED = 10
 
 
-@dataclass(frozen=True)
-class BrokenLine:
-    """A line of a `metrics.jsonl` that is no record: its number, from 1 on."""
-
-    number: int
-
-
 class BrokenLines:
-    """The broken lines that a reader met, for a person to be told."""
+    """Lines of a `metrics.jsonl` that are not records: how many, and the numbers, from 1, of the first ones."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._first: list[int] = []
+        self.count = 0
+        self.first: list[int] = []
 
-    def add(self, line: BrokenLine) -> None:
+    def add(self, number: int) -> None:
         """Count a line."""
-        self._count += 1
-        if len(self._first) < _MOST_LINES_NAMED:
-            self._first.append(line.number)
+        self.count += 1
+        if len(self.first) < _MOST_LINES_NAMED:
+            self.first.append(number)
 
     def __str__(self) -> str:
-        """`line 3 of metrics.jsonl is no record and was left out`; empty without any."""
-        if not self._count:
+        """As `line 3 of metrics.jsonl is not a record and was skipped`; empty if there was none."""
+        if not self.count:
             return ""
-        numbers = ", ".join(f"{number:,}" for number in self._first)
-        if self._count == 1:
-            return f"line {numbers} of {METRICS} is no record and was left out"
-        more = ", ..." if self._count > len(self._first) else ""
-        return f"{self._count:,} lines of {METRICS} are no records and were left out: {numbers}{more}"
+        numbers = ", ".join(f"{number:,}" for number in self.first)
+        if self.count == 1:
+            return f"line {numbers} of {METRICS} is not a record and was skipped"
+        more = ", ..." if self.count > len(self.first) else ""
+        return f"{self.count:,} lines of {METRICS} are not records and were skipped: {numbers}{more}"
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any] | BrokenLine]:
-    """The records of a `metrics.jsonl` in their order, those of older versions in today's form. Raises OSError.
+def read_records(path: Path, broken: BrokenLines | None = None) -> Iterator[dict[str, Any]]:
+    """The records of a `metrics.jsonl` in order, those of older versions converted. Raises OSError.
 
-    What follows the last end of a line is not read: a run that goes on is writing it, or a killed one left it there.
+    Lines that are not records are skipped, and counted in `broken` before the next record is given. An incomplete last
+    line, of a run that is writing it or was killed, is ignored.
     """
-    for _, record in _lines_and_records(path):
-        yield record if isinstance(record, BrokenLine) else upgraded(record)
+    for number, (_, record) in enumerate(_lines_and_records(path), start=1):
+        if record is not None:
+            yield upgraded(record)
+        elif broken is not None:
+            broken.add(number)
 
 
 def drop_records_after(path: Path, iteration: int) -> None:
-    """Leave out of a `metrics.jsonl` what a run that goes on from `iteration` will do again, and the end of the run.
+    """Remove from a `metrics.jsonl` what a run that resumes at `iteration` will repeat, and the end of the run.
 
-    A line that a killed run left half written goes too; other broken lines stay, for readers to tell of. Nothing
-    happens where there is no file.
+    An incomplete last line is removed too; other broken lines stay, so that readers report them. Does nothing if there
+    is no file.
     """
     if not path.exists():
         return
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as kept:
         for line, record in _lines_and_records(path):
-            if isinstance(record, BrokenLine) or _stays(record, iteration):
+            if record is None or _stays(record, iteration):
                 kept.write(line)
     temporary.replace(path)
 
 
 def _stays(record: Record, iteration: int) -> bool:
-    """Whether a record is true of a run that goes on from `iteration`."""
+    """Whether a record stays valid when the run resumes at `iteration`."""
     event = record["event"]
     return event in _LASTING_EVENTS or (event not in _LAST_EVENTS and iteration_of(record, 0) <= iteration)
 
 
 def iteration_of(record: Record, without: int) -> int:
-    """The iteration that a record belongs to; `without`: what stands for none."""
+    """The iteration of a record; `without`: the value for a record that has none."""
     value = record.get("iteration")
     return without if value is None else int(value)
 
 
-def _lines_and_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | BrokenLine]]:
+def _lines_and_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for line in file:
             if line.endswith(b"\n"):
-                yield line, _record(line) or BrokenLine(number)
+                yield line, _record(line)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
@@ -167,19 +162,19 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 class JsonLines:
-    """`metrics.jsonl`: a line is whole once written, so a killed run leaves a readable file.
+    """`metrics.jsonl`: every line is written at once, so a killed run leaves a readable file.
 
-    NaN and infinities, which JSON lacks, are written as the strings "nan", "inf" and "-inf". What a killed run or a
-    full disk left of a line is taken away, so that the next one does not become part of it. Raises OSError.
+    NaN and infinities, which JSON lacks, are written as the strings "nan", "inf" and "-inf". An incomplete line, of
+    a killed run or a full disk, is removed before the next one is written. Raises OSError.
     """
 
     def __init__(self, path: Path) -> None:
-        # Unbuffered: nothing that failed is written again later, out of order.
+        # Unbuffered: a failed write is not repeated later, out of order.
         self._file = path.open("ab+", buffering=0)
         self._cut_unfinished_line()
 
     def write(self, record: Record) -> None:
-        """Append one line, whole or not at all."""
+        """Append a complete line or nothing."""
         line = memoryview(json_line(record).encode())
         try:
             while line:
@@ -207,7 +202,7 @@ class JsonLines:
 
 
 def json_line(record: Record) -> str:
-    """A record as its line of `metrics.jsonl`, the line's end included."""
+    """A record as a line of `metrics.jsonl`, including the newline."""
     return json.dumps({key: _json_value(value) for key, value in record.items()}, allow_nan=False) + "\n"
 
 

@@ -1,6 +1,6 @@
-"""Brings records of older versions into today's form, so that their readers know one form only. Imports no torch.
+"""Converts records of older versions, so that readers know one format only. Imports no torch.
 
-Lists were texts once, joined with spaces or commas, and so was every value of the `start` record.
+Older versions wrote lists, and every value of the `start` record, as strings joined by spaces or commas.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHART_ROW = re.compile(r"  (?P<label>\S.*?) {2,}(?P<size>\S+) B per (?P<per_lab
 
 
 def upgraded(record: dict[str, Any]) -> dict[str, Any]:
-    """The record in today's form. What is not a text is in it already."""
+    """The record in the current format; only strings need a conversion."""
     event = record["event"]
     if event == "no-loss" and "sets" not in record:
         return {**record, **_without_loss(str(record.get("of")))}
@@ -31,7 +31,7 @@ def upgraded(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _converted(record: dict[str, Any], conversions: dict[str, Callable[[str], Any]]) -> dict[str, Any]:
-    """Texts by `conversions`, by key; what is not as it was ever written stays a text."""
+    """Apply `conversions` by key; a string in an unknown form stays as it is."""
     converted = dict(record)
     for key, convert in conversions.items():
         if isinstance(value := record.get(key), str):
@@ -83,7 +83,7 @@ def _chart(text: str) -> list[dict[str, Any]]:
     return rows
 
 
-# By kind of record the keys that were texts.
+# By event, the keys that were strings.
 _TEXTS: dict[str, dict[str, Callable[[str], Any]]] = {
     "checkpoint": {"removed": _integers},
     "fp8-check": {"fallen-back-layers": _integers},

@@ -1,6 +1,6 @@
-"""Reads a run directory in one pass, in memory that does not grow with the run's length.
+"""Reads a run directory in one pass, in memory that does not grow with the length of the run.
 
-Runs that are in progress, were killed or are of another version are read as far as possible.
+Runs that are in progress, were killed or are from another version are read as far as possible.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from megatron_fp8.report.curves import Curve, Floats, Keep
-from megatron_fp8.report.record import METRICS, BrokenLine, BrokenLines, Record, read_records
+from megatron_fp8.report.record import METRICS, BrokenLines, Record, read_records
 from megatron_fp8.report.series import Better, Kind
 from megatron_fp8.report.series_registry import NOT_FINITE, find
 
@@ -25,20 +25,20 @@ _SERIES_EVENTS = frozenset({"train", "validation", "norms"})
 _FP8_EVENTS = frozenset({"fp8", "fp8-check"})
 _NOT_A_SERIES = frozenset({"event", "iteration", "time"})
 _HEAT_BUCKETS = 64
-# Values of records that wait for their block.
+# Most values in a block of records.
 _MAX_WAITING = 100_000
 _FIRST_EVENTS, _LAST_EVENTS = 50, 250
 
 
 class RunError(Exception):
-    """What was named is not a run; the text says why and what to use instead."""
+    """Not a run directory, or an unreadable one; the message says why and what to use instead."""
 
 
 @dataclass
 class Run:
-    """What a run directory says. `config`: values by `section.key`; `end`: its last record if that is an `end`.
+    """Contents of a run directory. `config`: by `section.key`; `end`: the last record if it is an `end`.
 
-    `curves` and `heat`: by name of series; `heat` has those of single layers.
+    `curves`, `heat`: by series name; `heat` holds those of single layers.
     """
 
     name: str
@@ -58,14 +58,14 @@ class Run:
 
     @property
     def events(self) -> list[Record]:
-        """The events that were kept, in their order."""
+        """The events that were kept, in order."""
         return [*self.first_events, *self.last_events]
 
 
-def records(path: Path) -> Iterator[Record | BrokenLine]:
-    """As `read_records`. Raises RunError for a file that is not there or cannot be read."""
+def records(path: Path, broken: BrokenLines) -> Iterator[Record]:
+    """As `read_records`, but raises RunError for a file that is missing or unreadable."""
     try:
-        yield from read_records(path)
+        yield from read_records(path, broken)
     except FileNotFoundError:
         raise RunError(f"{path} does not exist; name a run directory, as in runs/quickstart") from None
     except OSError as error:
@@ -73,16 +73,13 @@ def records(path: Path) -> Iterator[Record | BrokenLine]:
 
 
 def read_run(directory: Path, name: str | None = None) -> Run:
-    """Read `metrics.jsonl` and `config.yaml` of a run directory; raises RunError where there is no record."""
+    """Read `metrics.jsonl` and `config.yaml` of a run directory; raises RunError if there is no record."""
     run = Run(name or directory.resolve().name, directory)
     broken = BrokenLines()
-    # Records of the series, a block at a time: far fewer operations than a value at a time.
+    # Series are read in blocks of records: far faster than value by value.
     blocks: dict[bool, list[Record]] = {False: [], True: []}
     waiting = {False: 0, True: 0}
-    for record in records(directory / METRICS):
-        if isinstance(record, BrokenLine):
-            broken.add(record)
-            continue
+    for record in records(directory / METRICS, broken):
         event = record["event"]
         run.end = record if event == "end" else None
         iteration = number(record.get("iteration"))
@@ -140,7 +137,7 @@ def _take_values(run: Run, name: str, is_fp8: bool, iterations: Floats, column: 
 
 
 def _curve(run: Run, name: str, is_fp8: bool) -> Curve | None:
-    """Where values of this name are kept: those of a layer for a heat map; of other FP8 records nothing is kept."""
+    """The curve of this name; of FP8 records only those of heat maps are kept."""
     found = find(name)
     if found is None or found.series.kind is not Kind.HEAT:
         return None if is_fp8 else run.curves.setdefault(name, Curve())
@@ -151,7 +148,7 @@ def _curve(run: Run, name: str, is_fp8: bool) -> Curve | None:
 
 
 def number(value: object) -> float | None:
-    """A number of the record, where those that JSON lacks are the texts "nan", "inf" and "-inf"; None for others."""
+    """A value of a record as a number, "nan", "inf" and "-inf" included; None if it is not one."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
@@ -160,7 +157,7 @@ def number(value: object) -> float | None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config of a run by dotted keys. Raises RunError where there is none that can be read."""
+    """The config of a run by dotted keys. Raises RunError if it is missing or unreadable."""
     path = directory / CONFIG
     try:
         return flatten(yaml.safe_load(path.read_text(encoding="utf-8", errors="replace")))

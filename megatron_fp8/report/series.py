@@ -1,4 +1,4 @@
-"""Defines what a series is and how a name finds its entry; the list is `series_registry`. Imports no torch."""
+"""Types of the registry of series and the lookup by name; the list is `series_registry`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What a series measures. MACHINE: time, speed or memory, which differ between equal runs."""
+    """What a series measures. MACHINE: time, speed or memory, which differ between identical runs."""
 
     VALUE = "value"
     COUNTER = "counter"
@@ -19,14 +19,14 @@ class Kind(Enum):
 
 
 class Better(Enum):
-    """The direction in which a series improves; the worst value of an interval is what its heat map shows."""
+    """The direction in which a series improves; a heat map shows the worst value of each interval."""
 
     LOWER = "lower"
     HIGHER = "higher"
 
 
 class Section(Enum):
-    """Sections of wandb's dashboard, in their order."""
+    """Sections of wandb's dashboard, in order."""
 
     TRAINING = "Training"
     THROUGHPUT = "Throughput"
@@ -36,9 +36,9 @@ class Section(Enum):
 
 @dataclass(frozen=True)
 class Column:
-    """A number of a line: `text` with the value in braces (`{name}`: the series), or a function of the value.
+    """A number in a line: `text` is a format string (`{name}`: the series) or a function of the value.
 
-    Shown from `minimum` on, where there is one. On a narrow live line the columns of most `worth` stay.
+    Values below `minimum` are not shown. A narrow live line keeps the columns with the highest `worth`.
     """
 
     text: str | Callable[[float], str]
@@ -47,9 +47,9 @@ class Column:
     style: str = ""
 
     def show(self, name: str, value: float | str | None) -> str | None:
-        """The text, with `-` for a value that is withheld; None: not shown."""
+        """The text, with `-` for a withheld value; None: not shown."""
         if value is not None:
-            value = float(value)  # what is not finite is a text in the record
+            value = float(value)  # a string in the record if it is not finite
         if self.minimum is not None and (value is None or value < self.minimum):
             return None
         if callable(self.text):
@@ -60,11 +60,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Series:
-    """A series, or a family of them: `{field}` in `name` stands for any text, `{layer}` for a layer's number.
+    """A series or a family of them: `{field}` in `name` stands for any text, `{layer}` for a layer's number.
 
-    `title`: of its figure, which series of the same title share. `scale`: from the record's unit to that of figures.
-    `members`: the values of fields for which wandb's dashboard has panels. `event`: kind of the record that has it.
-    `heat_map`: name of the map over layers that wandb gets.
+    `title`: of its figure; series with equal titles share one. `scale`: factor from the record's unit to `unit`.
+    `members`: field values that get panels in wandb's dashboard. `event`: kind of the record that holds it.
+    `heat_map`: name of the map over layers in wandb.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Match:
-    """The entry of a name, its place in the registry, and the fields of the name."""
+    """The entry for a name, its position in the registry, and the name's fields."""
 
     series: Series
     position: int
@@ -109,11 +109,11 @@ class Match:
 
 
 class Registry:
-    """Entries in the order in which they are shown; the first that fits a name is its own."""
+    """Entries in display order; a name belongs to the first one that matches it."""
 
     def __init__(self, entries: Iterable[Series]) -> None:
         self.entries = tuple(entries)
-        # Exact names come first.
+        # Exact names take precedence.
         self._patterns = sorted(
             ((_pattern(entry.name), position, entry) for position, entry in enumerate(self.entries)),
             key=lambda item: "{" in item[2].name,
@@ -121,7 +121,7 @@ class Registry:
         self._found: dict[str, Match | None] = {}
 
     def find(self, name: str) -> Match | None:
-        """The entry of a series, None for a name that is not listed."""
+        """The entry of a series, None if it is not listed."""
         if name not in self._found:
             self._found[name] = self._search(name)
         return self._found[name]

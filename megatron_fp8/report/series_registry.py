@@ -15,7 +15,7 @@ from megatron_fp8.report.record import Record, iteration_of
 from megatron_fp8.report.series import Better, Column, Kind, Match, Registry, Section, Series
 
 NOT_FINITE = ("nan", "inf", "-inf")
-# Prefix of the series by the kind of record. Other kinds have none: they are shown as events.
+# Prefix of the series by event; other events have no series.
 SERIES_EVENTS = {
     "train": "",
     "validation": "",
@@ -61,7 +61,7 @@ def _fp8(quantity: str, title: str, better: Better = _LOWER, event: str = "fp8",
 _RANKS = "Compute time of the fastest and the slowest rank"
 _PERCENT = 100.0
 _GB = 1e-9
-# Quantities of other versions.
+# Quantities of other versions of this package.
 OTHER_FP8 = Series("fp8/layers.{layer}/{tensor}/{quantity}", "{quantity} by layer", kind=Kind.HEAT, better=_LOWER)
 REGISTRY = Registry([
     Series(
@@ -153,14 +153,14 @@ def find(name: str) -> Match | None:
 
 
 def series_of(record: Record) -> tuple[int, dict[str, float]] | None:
-    """(step, value by series) for dashboards, None for a record without series. Withheld values (null) are left out."""
+    """(step, value by series) for dashboards, without withheld values (null); None for a record without series."""
     event = str(record["event"])
     if event not in SERIES_EVENTS:
         return None
     values = {}
     for name, value in named_values(record):
         found = find(name)
-        # A key that two kinds of record have is a series of one of them.
+        # A key of two kinds of record is a series of one of them.
         listed = found is None or (found.series.in_dashboards and found.series.event == event)
         if listed and is_number(value):
             values[name] = float(value)
@@ -168,7 +168,7 @@ def series_of(record: Record) -> tuple[int, dict[str, float]] | None:
 
 
 def named_values(record: Record) -> Iterator[tuple[str, Any]]:
-    """The series' names and values of a record; a list, of layers, counts as its length."""
+    """Names and values of a record's series; a list of layers counts as its length."""
     prefix = SERIES_EVENTS.get(record["event"], "")
     for key, value in record.items():
         if key not in ("event", "time", "iteration"):
@@ -176,7 +176,7 @@ def named_values(record: Record) -> Iterator[tuple[str, Any]]:
 
 
 def line_columns(values: Mapping[str, Any], line: Literal["console", "live"]) -> list[tuple[Column, str]]:
-    """The columns of a line that show some of these values, in the registry's order, with their texts."""
+    """The columns of a line for these values, in the registry's order, with their texts."""
     shown = []
     for name, value in values.items():
         found = find(name)
@@ -187,7 +187,7 @@ def line_columns(values: Mapping[str, Any], line: Literal["console", "live"]) ->
 
 
 def is_number(value: object) -> bool:
-    """Numbers, and the texts of those that JSON lacks."""
+    """Whether it is a number, or the string of one that JSON lacks."""
     return (
         value in NOT_FINITE
         if isinstance(value, str)

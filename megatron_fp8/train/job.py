@@ -20,10 +20,9 @@ from megatron_fp8.checkpoint.manifest import read_manifest
 from megatron_fp8.config.environment import unmet_needs
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.load import dump_config, process_environment
-from megatron_fp8.config.run_start import Start
-from megatron_fp8.config.rundir import LOCK, create_run_directory
+from megatron_fp8.config.problem import secret_values
+from megatron_fp8.config.run_start import LOCK, Start, create_run_directory
 from megatron_fp8.config.schema import Config
-from megatron_fp8.config.secret_texts import secret_values
 from megatron_fp8.device import Device
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.faults.run_lock import Holds

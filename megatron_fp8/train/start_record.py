@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_fp8.config.determinism import SWITCHES
+from megatron_fp8.config.environment import SWITCHES
 from megatron_fp8.config.fp8_formats import describe_formats, linear_layers_in_fp8, resolved_fp8_format
 from megatron_fp8.config.layout import Layout
 from megatron_fp8.config.load import process_environment

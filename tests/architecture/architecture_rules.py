@@ -41,7 +41,11 @@ COMMAND_LINE = ("pretrain", *(f"{PACKAGE}.commands.{name}" for name in ("train",
 TORCH_FREE = (*LAYERS[0], *LAYERS[1], f"{PACKAGE}.data.check_data", f"{PACKAGE}.prepare", *COMMAND_LINE)
 HEAVY = ("torch", "megatron", "transformer_engine", "transformer_engine_torch")
 KNOWS_CUDA = (f"{PACKAGE}.cpu", f"{PACKAGE}.device")
-KNOWS_ENVIRONMENT = (*KNOWS_CUDA, f"{PACKAGE}.parallel", f"{PACKAGE}.config.load", f"{PACKAGE}.doctor.finding")
+KNOWS_ENVIRONMENT = (
+    *KNOWS_CUDA,
+    *(f"{PACKAGE}.{part}" for part in ("parallel", "config.load", "doctor.finding")),
+    "benchmarks.processes",
+)
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 60
 # Of the package, without tools and tests.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,9 @@ def test_the_step_that_is_asked_for_is_taken(runs: Path) -> None:
 def test_a_checkpoint_is_loaded_from_any_path_that_means_it(runs: Path, inside: str) -> None:
     start = choose_start(make_config(runs, load=str(runs / inside)), None)
     saved = read_manifest(checkpoints(runs).path(3)).config
-    assert start == Start(checkpoint=checkpoints(runs).path(3), saved_config=saved, position=Position(3, 24))
+    assert start == Start(
+        checkpoint=checkpoints(runs).path(3), saved_config=saved, saved_world_size=1, position=Position(3, 24)
+    )
     weights = choose_start(make_config(runs, load=str(runs / inside), load_weights_only=True), None)
     assert weights == replace(start, weights_only=True, position=Position())
 
@@ -279,13 +282,13 @@ def test_the_decay_ends_where_it_was_to_end(
     assert ended.value.code == 2
     text = " ".join(capsys.readouterr().err.split())
     assert blamed in text
-    assert f"would end at step {end}, where the checkpoint's schedule has 6" in text
+    assert f"would end at step {end}, but at step 6 in the checkpoint's schedule" in text
     assert "optimizer.lr_decay_iters=6, or checkpoint.override_opt_param_scheduler=true" in text
     if "lr_decay_iters" not in blamed:
         kept = command(make_config(runs), runs, "--resume", *arguments, "optimizer.lr_decay_iters=6")
         assert not any("decay" in note for note in kept.start.notes)
     meant = command(make_config(runs), runs, "--resume", *arguments, "checkpoint.override_opt_param_scheduler=true")
-    assert f"the decay of the learning rate ends at step {end}, was 6" in meant.start.notes
+    assert f"the learning-rate decay ends at step {end}, was 6" in meant.start.notes
 
 
 @pytest.mark.parametrize("batch", [2, 4, 8])
@@ -304,7 +307,7 @@ def test_what_is_left_of_the_samples_is_in_whole_steps(runs: Path, capsys: pytes
         command(make_config(runs), runs, "--resume", *length)
     assert ended.value.code == 2
     text = capsys.readouterr().err
-    assert "the 136 that come after the 24 consumed are not a multiple of training.global_batch_size=12" in text
+    assert "the 136 samples after the 24 consumed are not divisible by training.global_batch_size=12" in text
     assert "use: training.train_samples=156 or training.train_samples=168" in text
 
 
@@ -337,3 +340,31 @@ def test_a_config_that_is_none_makes_a_checkpoint_damaged(runs: Path, text: str)
     write_manifest(path, replace(read_manifest(path), config=text))
     assert "the checkpoint is corrupt" in refusal(make_config(runs), "latest")
     assert choose_start(make_config(runs), "auto").checkpoint == checkpoints(runs).path(2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world_size", "warned"),
+    [
+        (("--resume",), "1", False),
+        (("--resume=auto",), "1", False),
+        (("--resume",), "2", True),
+        (("--resume", "data.num_workers=2"), "1", True),
+        (("--resume", "--check"), "1", True),
+        (("run.name=other",), "1", True),
+        (("run.name=other", "checkpoint.load={runs}/small"), "1", True),
+    ],
+)
+def test_warnings_of_a_config_are_not_repeated_when_it_is_resumed(
+    tmp_path: Path, arguments: tuple[str, ...], world_size: str, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # WSD's keys have no effect here.
+    config = make_config(tmp_path)
+    optimizer = config.optimizer.model_copy(update={"lr_wsd_decay_iters": 2})
+    config = config.model_copy(update={"optimizer": optimizer})
+    run_on_ranks(1, save_on_this_rank, config, tmp_path / "small" / "checkpoints", [1])
+    (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    argv = [str(tmp_path / "config.yaml"), *(argument.format(runs=tmp_path) for argument in arguments)]
+    report = DataReport(vocab_size=VOCAB_SIZE, problems=())
+    with pytest.raises(SystemExit, match="0") if "--check" in arguments else nullcontext():
+        parse_command_line(argv, {"RANK": "0", "WORLD_SIZE": world_size}, check_data=lambda _: report)
+    assert ("no effect: optimizer.lr_decay_style" in capsys.readouterr().err) is warned

@@ -71,15 +71,15 @@ def test_a_correct_line_gives_config_origins_and_vocabulary(path: Path, capfd: p
     ("arguments", "environ", "message"),
     [
         ([], {}, "CONFIG is missing"),
-        (["nowhere.yaml"], {}, "there is no such file"),
-        (["training.seed=7"], {}, "CONFIG comes first"),
-        (["CONFIG", "training.seed=x"], {}, "not a whole number"),
+        (["nowhere.yaml"], {}, "no such file"),
+        (["training.seed=7"], {}, "CONFIG must come first"),
+        (["CONFIG", "training.seed=x"], {}, "not an integer"),
         (["CONFIG", "--model.num_layers=4"], {}, "use model.num_layers=4 without dashes"),
         (["CONFIG", "--num-layers", "4"], {}, "use model.num_layers=VALUE without dashes"),
         (["CONFIG", "--frobnicate"], {}, "unknown option --frobnicate"),
         (["CONFIG", "--chec"], {}, "unknown option --chec"),
-        (["CONFIG", "--world-size", "4"], {}, "belongs to --check and --plan"),
-        (["CONFIG", "--check", "--plan"], {}, "use one of them"),
+        (["CONFIG", "--world-size", "4"], {}, "requires --check or --plan"),
+        (["CONFIG", "--check", "--plan"], {}, "exclude each other"),
         (["CONFIG", "--check", "--world-size", "0"], {}, "not a number of ranks"),
         (["CONFIG", "--check", "--world-size", "four"], {}, "invalid int value"),
         (["CONFIG"], {"WORLD_SIZE": "many"}, "WORLD_SIZE"),
@@ -119,7 +119,7 @@ def test_plan_warns_as_the_check_does(path: Path, capfd: pytest.CaptureFixture[s
         assert exit_code(*line, option) == 0
         told[option] = capfd.readouterr().err
     assert told["--plan"] == told["--check"]
-    for words in ("lr_warmup_init", "attention in FP32 is not fused"):
+    for words in ("lr_warmup_init", "FP32 attention is not fused"):
         assert words in told["--plan"]
 
 
@@ -180,7 +180,7 @@ def test_help_lists_every_key_with_its_default(capfd: pytest.CaptureFixture[str]
     for key, spec in config_fields().items():
         assert f"{key} {spec.description}" in text
         assert spec.doc in text
-    assert "training.seed a whole number, at least 0 and at most 4,294,967,295 [1234]" in text
+    assert "training.seed an integer, at least 0 and at most 4,294,967,295 [1234]" in text
 
 
 def test_one_rank_speaks_and_all_end(
@@ -267,5 +267,5 @@ def test_torchrun_shows_the_message_once(path: Path, tmp_path: Path) -> None:
         timeout=120,
     )
     assert result.returncode != 0
-    assert (result.stdout + result.stderr).count("the samples do not divide by") == 1
+    assert (result.stdout + result.stderr).count("not divisible by") == 1
     assert "exitcode  : 2" in result.stderr

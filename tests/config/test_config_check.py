@@ -44,8 +44,8 @@ def test_valid_configs_pass(tmp_path: Path, overrides: list[str], world_size: in
 @pytest.mark.parametrize(
     ("overrides", "world_size", "key", "reason", "use"),
     [
-        (["model.hidden_size=130"], 1, "model.hidden_size", "8 attention heads", "model.hidden_size=128 or "),
-        (["model.num_query_groups=3"], 1, "model.num_query_groups", "8 attention heads", "groups=2 or "),
+        (["model.hidden_size=130"], 1, "model.hidden_size", "num_attention_heads=8", "model.hidden_size=128 or "),
+        (["model.num_query_groups=3"], 1, "model.num_query_groups", "num_attention_heads=8", "groups=2 or "),
         ([f"{TP}=3"], 3, "model.num_attention_heads", f"{TP}=3", "heads=12 (and then another model.hidden_size)"),
         ([f"{TP}=3"], None, "model.num_attention_heads", f"{TP}=3", f"{TP}=2 or {TP}=4"),
         ([f"{TP}=8"], 8, "model.num_query_groups", f"{TP}=8", "model.num_query_groups=8"),
@@ -54,7 +54,7 @@ def test_valid_configs_pass(tmp_path: Path, overrides: list[str], world_size: in
         ([f"{PP}=2", f"{VPP}=3"], 2, "model.num_layers", f"{VPP}=3", "model.num_layers=6"),
         (
             ["model.seq_length=63", f"{TP}=2", "parallel.sequence_parallel=true"],
-            *(2, "model.seq_length", "do not divide", "model.seq_length=62 or model.seq_length=64"),
+            *(2, "model.seq_length", "not divisible", "model.seq_length=62 or model.seq_length=64"),
         ),
         (["model.kv_channels=15"], 1, "model.kv_channels", "pairs", "model.kv_channels=14 or model.kv_channels=16"),
         (["model.rotary_percent=0.9", "model.kv_channels=10"], 1, "model.kv_channels", "gives 9", "rotary_percent=1.0"),
@@ -67,7 +67,7 @@ def test_valid_configs_pass(tmp_path: Path, overrides: list[str], world_size: in
             *(2, "model.recompute_num_layers", "only 2 layers", "model.recompute_num_layers=2"),
         ),
         (["model.vocab_size=999"], 1, "model.vocab_size", "1000 tokens", "model.vocab_size=1000"),
-        ([f"{TP}=2", f"{PP}=2"], 6, "world_size", "6 ranks", "4 ranks or 8 ranks"),
+        ([f"{TP}=2", f"{PP}=2"], 6, "world_size", "not divisible", "4 ranks or 8 ranks"),
         (["parallel.sequence_parallel=true"], 1, "parallel.sequence_parallel", f"{TP}=1", "sequence_parallel=false"),
         ([f"{VPP}=2"], 1, VPP, f"{PP}=1", f"{VPP}=null"),
         (
@@ -85,33 +85,39 @@ def test_valid_configs_pass(tmp_path: Path, overrides: list[str], world_size: in
         (["training.global_batch_size=15"], None, "training.global_batch_size", "micro_batch_size=2", "=14 or "),
         (
             [f"{PP}=2", f"{VPP}=2", "training.global_batch_size=6"],
-            *(2, "training.global_batch_size", "makes 3 micro-batches", "size=4 or training.global_batch_size=8"),
+            *(2, "training.global_batch_size", "gives 3 micro-batches", "size=4 or training.global_batch_size=8"),
         ),
         (
             ["precision.mode=fp8", "precision.amax_reduction=data_parallel", f"{TP}=2"],
-            *(2, "precision.amax_reduction", "scale differently", "precision.amax_reduction=auto"),
+            *(2, "precision.amax_reduction", "different scales", "precision.amax_reduction=auto"),
         ),
         (
             ["precision.mode=fp8", "precision.amax_reduction=off", f"{TP}=2", "parallel.sequence_parallel=true"],
             *(2, "precision.amax_reduction", "different scales", "precision.amax_reduction=auto"),
         ),
-        (["optimizer.min_lr=2e-3"], 1, "optimizer.min_lr", "above optimizer.lr", "optimizer.min_lr=0.0001"),
-        (["optimizer.lr_warmup_init=2e-3"], 1, "optimizer.lr_warmup_init", "above", "optimizer.lr=0.002"),
+        (
+            ["optimizer.min_lr=2e-3"],
+            1,
+            "optimizer.min_lr",
+            "exceed",
+            "optimizer.min_lr=0.0001",
+        ),
+        (["optimizer.lr_warmup_init=2e-3"], 1, "optimizer.lr_warmup_init", "exceed", "optimizer.lr=0.002"),
         (["optimizer.lr_warmup_iters=100"], 1, "optimizer.lr_warmup_iters", "step 100", "lr_warmup_iters=10"),
         (
             ["optimizer.lr_warmup_iters=60", "optimizer.lr_decay_iters=50"],
             *(1, "optimizer.lr_warmup_iters", "step 50", "optimizer.lr_decay_iters=61"),
         ),
-        (["optimizer.lr_decay_style=WSD"], 1, "optimizer.lr_wsd_decay_iters", "needs", "lr_wsd_decay_iters=20"),
+        (["optimizer.lr_decay_style=WSD"], 1, "optimizer.lr_wsd_decay_iters", "required", "lr_wsd_decay_iters=20"),
         (
             ["optimizer.lr_decay_style=WSD", "optimizer.lr_wsd_decay_iters=91", "optimizer.lr_warmup_iters=10"],
-            *(1, "optimizer.lr_wsd_decay_iters", "exceed the 100 steps", "optimizer.lr_wsd_decay_iters=90"),
+            *(1, "optimizer.lr_wsd_decay_iters", "exceed the schedule's 100 steps", "optimizer.lr_wsd_decay_iters=90"),
         ),
-        (["data.train_data_path=[]"], 1, "data.train_data_path", "nothing to train on", "prefix"),
+        (["data.train_data_path=[]"], 1, "data.train_data_path", "no training data", "prefix"),
         (["data.valid_data_path=[]"], 1, "data.valid_data_path", "eval_iters=10", "training.eval_iters=0"),
         (
             ["data.reset_position_ids=true"],
-            *(1, "data.reset_position_ids", "with data.reset_attention_mask only", "attention_mask=true"),
+            *(1, "data.reset_position_ids", "restart only with data.reset_attention_mask", "attention_mask=true"),
         ),
         (["data.tokenizer_model=null"], 1, "data.tokenizer_model", "vocabulary", "tokenizer.json"),
     ],

@@ -8,7 +8,8 @@ import pytest
 from config_samples import VOCAB_SIZE, load_small
 
 from megatron_fp8.config.check import check_config
-from megatron_fp8.config.determinism import KEY, SWITCHES, run_variables, undone_by_job
+from megatron_fp8.config.environment import DETERMINISTIC as KEY
+from megatron_fp8.config.environment import SWITCHES, run_variables, undone_by_job
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.load import dump_config
 from megatron_fp8.config.problem import Problem
@@ -66,7 +67,7 @@ def test_what_undoes_it_is_refused_in_the_config_and_in_the_jobs_environment(tmp
     if "," not in setting:
         (problem,) = problems_of(tmp_path, ON, f"parallel.environment=[{setting}]")
         assert problem.key == "parallel.environment"
-        assert f"{setting} leaves" in problem.reason
+        assert f"{setting} lets" in problem.reason
         assert f"{name}=" in problem.use_instead
     config = load_small(tmp_path, [ON]).config
     (problem,) = undone_by_job(config, {name: value})

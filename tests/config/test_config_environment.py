@@ -9,7 +9,8 @@ from config_samples import VOCAB_SIZE, load_small, write
 from little_data import write_token_file
 
 from megatron_fp8.config.check import check_config
-from megatron_fp8.config.environment import CONNECTIONS, KEY, overruled, unmet_needs, variables
+from megatron_fp8.config.environment import CONNECTIONS, overruled, unmet_needs, variables
+from megatron_fp8.config.environment import ENVIRONMENT as KEY
 from megatron_fp8.config.schema import ParallelConfig
 from megatron_fp8.device import Device
 from megatron_fp8.train.job import warn_of_unmet_needs
@@ -47,14 +48,14 @@ def test_variables_of_the_libraries_underneath_are_taken(tmp_path: Path, setting
         (["NCCL_DEBUG"], "NAME=value"),
         (["=1"], "NAME=value"),
         (["NCCL_DEBUG="], "NAME=value"),
-        (["LD_PRELOAD=/tmp/evil.so"], "none that the libraries under a run read"),
-        (["PYTHONPATH=/tmp"], "none that the libraries under a run read"),
-        (["RANK=3"], "none that the libraries under a run read"),
-        (["nccl_debug=INFO"], "none that the libraries under a run read"),
+        (["LD_PRELOAD=/tmp/evil.so"], "is not a CUDA, NCCL, torch or Transformer Engine variable"),
+        (["PYTHONPATH=/tmp"], "is not a CUDA, NCCL, torch or Transformer Engine variable"),
+        (["RANK=3"], "is not a CUDA, NCCL, torch or Transformer Engine variable"),
+        (["nccl_debug=INFO"], "is not a CUDA, NCCL, torch or Transformer Engine variable"),
         (["CUDA_VISIBLE_DEVICES=0"], "the launcher's environment"),
-        ([f"{CONNECTIONS}=many"], "is no number of connections"),
-        ([f"{CONNECTIONS}=0"], "is no number of connections"),
-        (["NCCL_DEBUG=WARN", "NCCL_DEBUG=INFO"], "NCCL_DEBUG is given 2 values"),
+        ([f"{CONNECTIONS}=many"], "is not a number of connections"),
+        ([f"{CONNECTIONS}=0"], "is not a number of connections"),
+        (["NCCL_DEBUG=WARN", "NCCL_DEBUG=INFO"], "NCCL_DEBUG has 2 different values"),
     ],
 )
 def test_others_are_refused_with_the_reason(tmp_path: Path, settings: list[str], said: str) -> None:
@@ -130,4 +131,4 @@ def test_a_run_sets_them_before_torch_is_imported(tmp_path: Path) -> None:
     )
     assert ended.code == 0, ended.output
     assert ended.stdout == "1 INFO 0\n"
-    assert "NCCL_DEBUG=INFO, which stays" in ended.stderr
+    assert "NCCL_DEBUG=INFO, which takes precedence" in ended.stderr

@@ -22,12 +22,12 @@ from tests.small_run import small_config
         (
             ["save=false", "save_interval=10"],
             "faults.{policy}",
-            "there is no checkpoint to go back to",
+            "there is no checkpoint to roll back to",
             "checkpoint.save=true",
         ),
         (["save_interval=0"], "faults.{policy}", "no checkpoint is written", "checkpoint.save_interval=10"),
         (["save_interval=100"], "faults.{policy}", "before the end of the run", "faults.{policy}="),
-        (["save_interval=10", "keep_last=1"], "checkpoint.keep_last", "newer ones", "checkpoint.keep_last=2 or"),
+        (["save_interval=10", "keep_last=1"], "checkpoint.keep_last", "are all newer", "checkpoint.keep_last=2 or"),
     ],
 )
 def test_there_must_be_a_way_back(

@@ -54,7 +54,7 @@ def test_steps_are_whole(tmp_path: Path) -> None:
 
 def test_an_epoch_that_fills_no_step_is_a_mistake(tmp_path: Path) -> None:
     problem = mistakes(tmp_path, NO_ITERS, "training.train_epochs=1", epoch_samples=15)["training.train_epochs"]
-    assert "it is 15 samples" in problem.reason
+    assert "that is 15 samples" in problem.reason
 
 
 def test_two_lengths_that_differ_are_a_mistake(tmp_path: Path) -> None:

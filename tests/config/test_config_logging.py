@@ -21,10 +21,10 @@ def wandb_config(**logging: Any) -> Any:
 @pytest.mark.parametrize(
     ("logging", "reason"),
     [
-        ({"wandb_project": "team/gpt"}, "wandb allows no / in it"),
-        ({"wandb_project": " "}, "it is empty"),
-        ({"wandb_project": "p" * 129}, "it has 129 characters, and wandb allows 128"),
-        ({"wandb_tags": ["ok", "t" * 65]}, "has 65 characters, and wandb takes 1 to 64"),
+        ({"wandb_project": "team/gpt"}, "wandb does not allow /"),
+        ({"wandb_project": " "}, "must not be empty"),
+        ({"wandb_project": "p" * 129}, "wandb allows at most 128"),
+        ({"wandb_tags": ["ok", "t" * 65]}, "is 65 characters long; wandb allows 1 to 64"),
     ],
 )
 def test_names_that_wandb_refuses(logging: dict[str, Any], reason: str) -> None:

@@ -55,13 +55,13 @@ def test_valid_formats_pass(tmp_path: Path, overrides: list[str]) -> None:
     [
         ([FP8, "fp8_recipe=blockwise", "fp8_format=hybrid"], "fp8_format", "E5M2", "fp8_format=e4m3 or precision."),
         ([FP8, MXFP8, "fp8_format=hybrid"], "fp8_format", "small block", "fp8_recipe=tensorwise"),
-        ([FP8, "bf16_layers=[1,4,-1]"], "bf16_layers", "layers 0 to 3", "bf16_layers=[1]"),
-        ([FP8, "bf16_layers=[2,1,2]"], "bf16_layers", "more than once", "bf16_layers=[2,1]"),
+        ([FP8, "bf16_layers=[1,4,-1]"], "bf16_layers", "numbered 0 to 3", "bf16_layers=[1]"),
+        ([FP8, "bf16_layers=[2,1,2]"], "bf16_layers", "duplicate layers", "bf16_layers=[2,1]"),
         ([FP8, "bf16_layers=[0,1,2,3]"], "mode", "all 4 layers", "precision.bf16_layers=[]"),
         ([FP8, "bf16_layers=[1,2]", FIRST_LAST], "mode", "nothing would run", "first_last_layers_bf16=false"),
         (
             [FP8, FIRST_LAST, "num_layers_at_start_in_bf16=3", "num_layers_at_end_in_bf16=2"],
-            *("num_layers_at_start_in_bf16", "more than model.num_layers=4", "num_layers_at_start_in_bf16=1"),
+            *("num_layers_at_start_in_bf16", "exceeds model.num_layers=4", "num_layers_at_start_in_bf16=1"),
         ),
         (
             [FP8, "override_linear_precision=[true,true,true]"],
@@ -74,15 +74,24 @@ def test_valid_formats_pass(tmp_path: Path, overrides: list[str]) -> None:
                 *(FP8, "override_linear_precision=[true,false,true]"),
                 *("model.fuse_qkv_params=false", "parallel.use_distributed_optimizer=false"),
             ],
-            *("override_linear_precision", "autograd refuses", "[false,false,true]; or model.fuse_qkv_params=true"),
+            *(
+                "override_linear_precision",
+                "autograd then",
+                "[false,false,true]; or model.fuse_qkv_params=true",
+            ),
         ),
-        ([FP8, "fp8_fallback=true", "fp8_health_interval=0"], "fp8_fallback", "makes none", "health_interval=100"),
-        ([FP8, "fp8_fallback=true", "fp8_param_gather=true"], "fp8_fallback", "FP8 only", "fp8_param_gather=false"),
+        (
+            [FP8, "fp8_fallback=true", "fp8_health_interval=0"],
+            "fp8_fallback",
+            "disables",
+            "health_interval=100",
+        ),
+        ([FP8, "fp8_fallback=true", "fp8_param_gather=true"], "fp8_fallback", "only in FP8", "fp8_param_gather=false"),
         (
             [FP8, "fp8_fallback=true", "fp8_fallback_num_healthy_checks=1", "model.fuse_qkv_params=false"],
             *("fp8_fallback_num_healthy_checks", "not measured", "fp8_fallback_num_healthy_checks=0"),
         ),
-        (["mode=fp16", "initial_loss_scale=0.5"], "initial_loss_scale", "never gets lower", "min_loss_scale=0.5"),
+        (["mode=fp16", "initial_loss_scale=0.5"], "initial_loss_scale", "the lowest scale", "min_loss_scale=0.5"),
         (
             ["exp_avg_dtype=bf16", "parallel.use_distributed_optimizer=false"],
             *(
@@ -92,7 +101,12 @@ def test_valid_formats_pass(tmp_path: Path, overrides: list[str]) -> None:
             ),
         ),
         (["mode=fp16", "main_grads_dtype=bf16"], "main_grads_dtype", "parameters' format", "main_grads_dtype=fp32"),
-        (["mode=fp32", "main_params_dtype=fp16"], "main_params_dtype", "their own masters", "main_params_dtype=fp32"),
+        (
+            ["mode=fp32", "main_params_dtype=fp16"],
+            "main_params_dtype",
+            "their own",
+            "main_params_dtype=fp32",
+        ),
         (
             [FP8, "fp8_param_gather=true", "parallel.use_distributed_optimizer=false"],
             *("fp8_param_gather", "gathers them", "parallel.use_distributed_optimizer=true"),
@@ -100,17 +114,17 @@ def test_valid_formats_pass(tmp_path: Path, overrides: list[str]) -> None:
         ([FP8, "fp8_param_gather=true", MXFP8], "fp8_param_gather", "replace_raw_data", "fp8_recipe=blockwise"),
         (
             [FP8, "fp8_param_gather=true", "override_linear_precision=[false,true,false]"],
-            *("fp8_param_gather", "FP8 only", "override_linear_precision=[false,false,false]"),
+            *("fp8_param_gather", "only in FP8", "override_linear_precision=[false,false,false]"),
         ),
         (
             [FP8, "fp8_param_gather=true", "exp_avg_dtype=bf16"],
             "exp_avg_dtype",
-            "FP8 has rounded",
+            "FP8-rounded weights",
             "exp_avg_dtype=fp32",
         ),
         (
             [FP8, "fp8_param_gather=true", "main_params_dtype=fp16", "fp8_recipe=blockwise"],
-            *("main_params_dtype", "FP32 masters", "fp8_param_gather=false"),
+            *("main_params_dtype", "FP32 master weights", "fp8_param_gather=false"),
         ),
     ],
 )

@@ -19,20 +19,20 @@ from tests.small_run import small_config
 @pytest.mark.parametrize(
     ("overrides", "key", "reason", "use"),
     [
-        (["start=4"], "profile.stop", "begins a trace that never ends", "profile.stop=6"),
-        (["start=99"], "profile.stop", "begins a trace that never ends", "profile.stop=100"),
-        (["stop=4"], "profile.start", "ends a trace that never begins", "profile.start=2"),
-        (["start=4", "stop=4"], "profile.stop", "the steps after profile.start=4 up to it are none", "profile.stop=6"),
+        (["start=4"], "profile.stop", "starts a trace that never stops", "profile.stop=6"),
+        (["start=99"], "profile.stop", "starts a trace that never stops", "profile.stop=100"),
+        (["stop=4"], "profile.start", "stops a trace that never starts", "profile.start=2"),
+        (["start=4", "stop=4"], "profile.stop", "must be greater than profile.start=4", "profile.stop=6"),
         (["start=98", "stop=102"], "profile.stop", "the run has 100 steps", "profile.stop=100"),
         (
             ["start=1", "stop=2", "ranks=[0,4]"],
             "profile.ranks",
-            "rank as 4: the job has ranks 0 to 3",
+            "rank: 4; the job has ranks 0 to 3",
             "profile.ranks=[0]",
         ),
-        (["start=1", "stop=2", "ranks=[-1]"], "profile.ranks", "no such rank as -1", "profile.ranks=[0]"),
-        (["start=1", "stop=2", "ranks=[]"], "profile.ranks", "no rank is to be traced", "profile.ranks=[0]"),
-        (["start=1", "stop=2", "ranks=[2,1,2]"], "profile.ranks", "more than once", "profile.ranks=[2,1]"),
+        (["start=1", "stop=2", "ranks=[-1]"], "profile.ranks", "no such rank: -1", "profile.ranks=[0]"),
+        (["start=1", "stop=2", "ranks=[]"], "profile.ranks", "the list of ranks is empty", "profile.ranks=[0]"),
+        (["start=1", "stop=2", "ranks=[2,1,2]"], "profile.ranks", "duplicate ranks", "profile.ranks=[2,1]"),
     ],
 )
 def test_what_cannot_be_traced_is_refused(

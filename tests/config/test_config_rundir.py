@@ -10,7 +10,7 @@ import pytest
 from config_samples import load_small
 
 from megatron_fp8.config.problem import ConfigError
-from megatron_fp8.config.rundir import LOCK, create_run_directory, make_run_directory_for_all, resolve_run_directory
+from megatron_fp8.config.run_start import LOCK, create_run_directory, make_run_directory_for_all, resolve_run_directory
 from megatron_fp8.config.schema import Config
 from megatron_fp8.faults.run_lock import locked_run
 

@@ -59,14 +59,14 @@ def test_the_old_and_the_new_rate_are_said() -> None:
     saved = dump_config(config_of())
     (problem,), _ = compare_with_saved(config_of(80), saved, position=Position(20, 320))
     assert problem.reason == (
-        "optimizer.lr_decay_iters is null, so that the decay of the learning rate would end at step 80, where the "
-        "checkpoint's schedule has 40; at step 20 the rate would jump from 0.0006501 to 0.0009141"
+        "optimizer.lr_decay_iters is null, so the learning-rate decay would end at step 80, but at step 40 in the "
+        "checkpoint's schedule; at step 20 the learning rate would jump from 0.0006501 to 0.0009141"
     )
     problems, notes = compare_with_saved(config_of(80, override=True), saved, position=Position(20, 320))
     assert problems == []
     assert notes == [
         "training.train_iters is 80, was 40",
-        "the decay of the learning rate ends at step 80, was 40",
+        "the learning-rate decay ends at step 80, was 40",
         "the learning rate at step 20 is 0.0009141, was 0.0006501",
     ]
 

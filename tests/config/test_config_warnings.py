@@ -62,7 +62,7 @@ def test_scores_that_fp32_keeps_on_gpus_are_pointed_out(tmp_path: Path, mode: st
     loaded = load_small(tmp_path, [f"precision.mode={mode}", f"model.seq_length={seq_length}"])
     warnings = config_warnings(loaded, derive_layout(loaded.config, 1, 1000))
     assert [warning.key for warning in warnings] == (["precision.mode"] if said else [])
-    said_of_size = "keeps 1.0 GiB of scores a layer (2 x 8 heads x 4096 x 4096 of 4 bytes)"
+    said_of_size = "keeps 1.0 GiB of scores a layer (2 x 8 heads x 4096 x 4096 x 4 bytes)"
     assert all(said_of_size in warning.reason for warning in warnings)
 
 

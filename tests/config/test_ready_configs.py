@@ -19,7 +19,7 @@ from megatron_fp8.planner.pipeline import bubble_share
 from tests.e2e.launch import PRETRAIN, ROOT, pretrain, run
 
 H100 = GPUS["h100-80g"]
-MOST_SHARE_OF_MEMORY = 0.8
+MAX_SHARE_OF_MEMORY = 0.8
 GIB = 2**30
 HOPPER = (9, 0)
 
@@ -79,7 +79,7 @@ def test_there_is_room_to_spare_and_its_head_says_how_much(ready: Ready) -> None
     for world_size in ready.world_sizes:
         layout = derive_layout(config, world_size, None)
         most = max(memory.total for memory in stage_memories(config, layout, H100))
-        assert most <= MOST_SHARE_OF_MEMORY * H100.memory_bytes
+        assert most <= MAX_SHARE_OF_MEMORY * H100.memory_bytes
         assert layout.num_parameters / 1e9 == pytest.approx(ready.billions, rel=0.005)
         if f"world size {world_size})" in ready.head:
             said = ready.head.partition(f"world size {world_size})")[2]

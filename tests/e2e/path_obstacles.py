@@ -91,7 +91,7 @@ OBSTACLES = [
     Obstacle("long name", lambda place: f"{place}/{'n' * 256}", "bytes, and file systems take 255"),
     Obstacle("long path", lambda place: f"{place}/{'p/' * 2100}", "the path has"),
     Obstacle("NUL", lambda place: f"{place}/a\0b", "no path can hold a NUL character"),
-    Obstacle("dangling link", _dangling, "{place}/link is a link, and there is no such file or directory as"),
+    Obstacle("dangling link", _dangling, "{place}/link is a link, and no such file or directory as"),
     Obstacle("links in a circle", _cycle, "is a link that leads back to itself"),
     Obstacle("link into a closed directory", _link_into_closed, "is a link, and permission denied on {place}/shut"),
     Obstacle("pipe", _pipe, "is a pipe, not"),

@@ -154,13 +154,13 @@ def test_a_mistake_in_a_file_is_named_by_its_line(tiny: Tiny, tmp_path: Path, wi
 
 def test_a_missing_config_is_named(tmp_path: Path, without_torch: dict[str, str]) -> None:
     ended = pretrain("configs/none.yaml", cwd=tmp_path, environment=without_torch)
-    assert_refused(ended, "configs/none.yaml", "there is no such file")
+    assert_refused(ended, "configs/none.yaml", "no such file")
 
 
 def test_a_broken_base_is_named(tiny: Tiny, tmp_path: Path, without_torch: dict[str, str]) -> None:
     (tmp_path / "child.yaml").write_text("base: parent.yaml\n", encoding="utf-8")
     ended = pretrain("child.yaml", cwd=tmp_path, environment=without_torch)
-    assert_refused(ended, "base = parent.yaml  (child.yaml:1)", "there is no such file")
+    assert_refused(ended, "base = parent.yaml  (child.yaml:1)", "no such file")
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])

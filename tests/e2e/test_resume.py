@@ -210,7 +210,7 @@ def test_a_run_of_so_many_samples_goes_on_with_a_larger_batch(tiny: Tiny, tmp_pa
     other = (*length, "training.global_batch_size=6", "--resume")
     refused = one_rank(PRETRAIN, "tiny.yaml", *other, cwd=tmp_path)
     assert refused.code == ExitCode.BAD_INPUT, refused.output
-    assert "would end at step 5, where the checkpoint's schedule has 6" in " ".join(refused.stderr.split())
+    assert "would end at step 5, but at step 6 in the checkpoint's schedule" in " ".join(refused.stderr.split())
     resumed = one_rank(PRETRAIN, "tiny.yaml", *other, "optimizer.lr_decay_iters=6", cwd=tmp_path)
     assert resumed.code == 0, resumed.output
     assert "training.global_batch_size is 6, was 4: the samples come in the same order" in resumed.stderr

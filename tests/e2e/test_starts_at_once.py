@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
-from megatron_fp8.config.rundir import LOCK
+from megatron_fp8.config.run_start import LOCK
 from megatron_fp8.faults.exit_codes import ExitCode
 from tests.e2e.conftest import TRAIN_ITERS, Tiny
 from tests.e2e.launch import PRETRAIN, Ended, clean_environment, torchrun

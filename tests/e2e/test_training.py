@@ -124,6 +124,19 @@ def test_the_run_directory_holds_config_metrics_and_console_log(finished: Finish
     assert [path.name for path in (finished.start_directory / "runs").iterdir()] == ["tiny"]
 
 
+def test_the_start_fits_one_screen(finished: Finished) -> None:
+    start, _, after = finished.ended.stdout.partition("\niteration 1/")
+    lines = [*start.splitlines(), *finished.ended.stderr.splitlines()]
+    assert after.count("\nstartup took ") == 1
+    assert 10 < len(lines) <= 24, lines
+    assert [line for line in lines if len(line) > 120] == []
+    # The chart is a file, and each fact is there once.
+    assert "precision chart: runs/tiny/precision_chart.txt" in lines
+    assert "wgrad" not in start
+    assert [line for line in lines if lines.count(line) > 1] == []
+    assert start.count(" linear layers in fp8") == start.count("megatron-fp8 ") == 1
+
+
 def test_the_written_config_reads_back_equal(finished: Finished) -> None:
     written = load_config(finished.directory / "config.yaml").config
     assert written == load_config(finished.config_path).config

@@ -34,7 +34,7 @@ def test_a_job_goes_back_and_is_resumed_later(tiny: Tiny, tmp_path: Path) -> Non
     environment = {"FAULTY_STEPS": "6", "WANDB_SILENT": "true"}
     ended = run([sys.executable, SCRIPT, config, *OVERRIDES], tmp_path, environment, timeout_seconds=400)
     assert ended.code == 75, ended.output
-    assert "went back from iteration 6 to 4" in ended.stdout
+    assert "rolled back from iteration 6 to 4" in ended.stdout
     directory = tmp_path / "runs" / "tiny"
     records = read(directory)
     kinds = [record["event"] for record in records]
@@ -46,7 +46,7 @@ def test_a_job_goes_back_and_is_resumed_later(tiny: Tiny, tmp_path: Path) -> Non
     assert [record["consumed-tokens"] for record in trained] == [32 * 4 * step for step in range(1, 10)]
     assert (directory / "console.log").read_text(encoding="utf-8").count("iteration  5/10") == 2
     assert len(list((directory / "wandb").glob("offline-run-*"))) == 1
-    assert "went back" in (directory / "report.html").read_text(encoding="utf-8")
+    assert "rolled back" in (directory / "report.html").read_text(encoding="utf-8")
 
     again = [PRETRAIN, config, *OVERRIDES, "checkpoint.exit_interval=null", "--resume"]
     resumed = run([sys.executable, *again], tmp_path, {"WANDB_SILENT": "true"}, timeout_seconds=400)

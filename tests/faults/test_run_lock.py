@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8.config.rundir import LOCK
+from megatron_fp8.config.run_start import LOCK
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.faults import run_lock
 from megatron_fp8.faults.run_lock import locked_run

@@ -82,7 +82,7 @@ def test_runs_that_differ_in_time_and_config_alone_are_equal_and_say_so(tmp_path
     b = write(tmp_path / "b", other, "run: {name: b}\ntraining: {seed: 1}\n")
     ended = compare(a, b)
     assert ended.code == 0, ended
-    assert "equal: 40 steps on record, 4 series" in ended.output
+    assert "equal: 40 recorded steps, 4 series" in ended.output
     assert "not compared: time, speed and memory (--all compares them): train: tokens-per-second" in ended.output
     assert "config keys that differ: 1\n  run.name: a and b" in ended.output
     ended = compare(a, b, "--all")
@@ -118,7 +118,7 @@ def test_the_last_bit_of_one_number_is_found_and_a_tolerance_forgives_it(tmp_pat
             20,
             "lm loss validation/web",
             0.1,
-            "series on record only in B: 1, the first at iteration 20",
+            "series recorded only in B: 1, the first at iteration 20",
         ),
     ],
 )
@@ -142,7 +142,7 @@ def test_what_a_run_did_about_a_step_counts(tmp_path: Path, compare: Compare) ->
     b = write(tmp_path / "b", [*made[:place], slow, spike, *made[place:]])
     ended = compare(a, b)
     assert ended.code == 1, ended
-    assert "series on record only in B: 3, the first at iteration 20: spike: lm loss" in ended.output
+    assert "series recorded only in B: 3, the first at iteration 20: spike: lm loss" in ended.output
     assert "slow-rank" not in ended.output
 
 
@@ -162,15 +162,15 @@ def test_a_run_that_is_shorter_differs_from_where_it_ends(tmp_path: Path, compar
         file.write('{"event": "train", "iterat')
     ended = compare(a, b)
     assert ended.code == 1, ended
-    assert "different from iteration 31 (30 steps are on record in both runs)" in ended.output
-    assert "steps on record only in A: 10, from iteration 31" in ended.output
+    assert "different from iteration 31 (30 steps are recorded in both runs)" in ended.output
+    assert "steps recorded only in A: 10, from iteration 31" in ended.output
 
 
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [
         (None, (), "metrics.jsonl does not exist; name a run directory"),
-        ('{"event": "start"}\n', (), "has no step on record yet"),
+        ('{"event": "start"}\n', (), "has no recorded step yet"),
         ('{"event": "start"}\n{"event"\n', (), "line 2 is not a record of a run"),
         ('{"event": "train", "iteration": 5}\n{"event": "train", "iteration": 4}\n', (), "back from iteration 5 to 4"),
         ('{"event": "train"}\n', (), "has a train record without iteration"),

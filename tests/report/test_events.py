@@ -52,7 +52,7 @@ TOLD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"event": "profile", "iteration": 12, "steps": 2, "ranks": [0, 1], "directory": "p", "largest costs": "op\nmm"},
-        "iteration 12 | traced the last 2 steps of ranks 0, 1 into p\nop\nmm",
+        "iteration 12 | profiled the last 2 steps of ranks 0, 1 into p\nop\nmm",
     ),
     (
         {"event": "end", "iteration": 40, "seconds": 81.0, "stopped": None, **LOSSES},
@@ -61,12 +61,12 @@ TOLD: list[tuple[dict[str, Any], str]] = [
     (
         {"event": "end", "iteration": 8, "seconds": 61.0, "stopped": "signal SIGTERM", **LOSSES}
         | {"lm loss validation": None},
-        "stopped after 8 iterations in 1 min 01 s because of signal SIGTERM (--resume goes on)"
+        "stopped after 8 iterations in 1 min 01 s because of signal SIGTERM (continue with --resume)"
         " | lm loss validation 8.5000 at the start",
     ),
     (
         {"event": "end", "iteration": 8, "seconds": 61.0, "stopped": "signal SIGTERM"} | dict.fromkeys(LOSSES),
-        "stopped after 8 iterations in 1 min 01 s because of signal SIGTERM (--resume goes on)",
+        "stopped after 8 iterations in 1 min 01 s because of signal SIGTERM (continue with --resume)",
     ),
     (
         {"event": "failure", "kind": "NonFiniteError", "error": "grad-norm is {nan}", "time": 1.0},
@@ -77,18 +77,18 @@ TOLD: list[tuple[dict[str, Any], str]] = [
     ({"event": "spike", "iteration": 7, "reason": "9.5 > 4"}, "iteration 7 | loss spike: 9.5 > 4"),
     (
         {"event": "skip", "iteration": 7, "skips in a row": 1, "skips": 3, "reason": "lm loss is nan"},
-        "iteration 7 | step left out (1 in a row, 3 in all): lm loss is nan",
+        "iteration 7 | step skipped (1 in a row, 3 in total): lm loss is nan",
     ),
     (
         {"event": "rewind", "iteration": 4, "from-iteration": 9, "reason": "9.5 > 4", "checkpoint": "c/iter_0000004"}
         | {"first skipped sample": 16, "last skipped sample": 35, "rewinds": 1, "rewinds left": 2, "notes": ["worn"]},
-        "iteration 4 | went back from iteration 9 to 4 (c/iter_0000004): 9.5 > 4; passes over samples 16 to 35; may go"
-        " back 2 times more | worn",
+        "iteration 4 | rolled back from iteration 9 to 4 (c/iter_0000004): 9.5 > 4; skipping samples 16 to"
+        " 35; 2 rollbacks left | worn",
     ),
     (
         {"event": "slow-rank", "iteration": 7, "rank": 3, "host": "b", "work": "compute", "seconds": 0.51234}
         | {"median seconds": 0.2, "factor": 2.5617},
-        "iteration 7 | rank 3 on b is slow: compute takes 0.512 s, 2.56 times the median",
+        "iteration 7 | straggler: rank 3 on b: compute takes 0.512 s, 2.56 times the median",
     ),
     (
         {"event": "hang", "iteration": 7, "ranks": [3], "host": "b", "phase": "optimizer", "kind": "stuck"},
@@ -101,11 +101,11 @@ TOLD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"event": "no-loss", "iteration": 7, "of": "training", "sets": []},
-        "iteration 7 | no loss of the iterations since the last record: all their tokens are masked",
+        "iteration 7 | no loss for the iterations since the last record: all their tokens are masked",
     ),
     (
         {"event": "no-loss", "iteration": 0, "of": "validation", "sets": ["code", "web"]},
-        "iteration 0 | no loss of the validation samples code, web: all their tokens are masked",
+        "iteration 0 | no loss for the validation samples code, web: all their tokens are masked",
     ),
     ({"event": "moon", "phase": "full", "time": 1.0}, "moon | phase full"),
     ({"event": "checkpoint", "iteration": 8, "path": "c"}, "checkpoint | path c"),

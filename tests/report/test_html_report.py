@@ -146,19 +146,19 @@ def test_parts_norms_nodes_and_traces_have_their_places(tmp_path: Path) -> None:
     ]
     assert tables.profiles(run) == [("Up to iteration 1, rank 3", "op <mm>\nx")]
     (event,) = tables.events(run)
-    assert event.text == "traced the last 1 steps of ranks 3, 4 into d"
+    assert event.text == "profiled the last 1 steps of ranks 3, 4 into d"
     assert "<pre>op &lt;mm&gt;\nx</pre>" in render([run])
 
 
 @pytest.mark.parametrize(
     ("last", "state"),
     [
-        (train(4), "4 of 4 iterations on record, no end: it is going on, or was killed"),
+        (train(4), "4 of 4 iterations recorded, no end: still running, or killed"),
         ({"event": "end", "iteration": 4, "stopped": None}, "finished 4 of 4 iterations"),
         ({"event": "end", "iteration": 3, "stopped": "SIGTERM"}, "stopped after 3 of 4 iterations because of SIGTERM"),
         (
             {"event": "failure", "kind": "NonFiniteError", "error": "grad-norm is nan"},
-            "failed after 2 of 4 iterations on record: NonFiniteError: grad-norm is nan",
+            "failed after 2 of 4 iterations: NonFiniteError: grad-norm is nan",
         ),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_line_that_is_being_written_is_left_and_a_broken_one_is_said(tmp_path:
     (directory / "config.yaml").unlink()
     run = read_run(directory)
     assert run.iteration == 2
-    assert run.notes[0] == "2 lines of metrics.jsonl are no records and were left out: 2, 3."
+    assert run.notes[0] == "2 lines of metrics.jsonl are not records and were skipped: 2, 3."
     assert "config.yaml is missing" in run.notes[1]
 
 
@@ -303,7 +303,7 @@ def test_the_tool_names_namesakes_and_says_where_runs_differ(
     [
         (None, [], "metrics.jsonl does not exist; name a run directory"),
         ("", [], "holds no record of a run"),
-        ('{"event": "start"}\n', ["--output", "nowhere/x.html"], "there is no directory nowhere"),
+        ('{"event": "start"}\n', ["--output", "nowhere/x.html"], "no directory nowhere"),
     ],
 )
 def test_what_is_no_run_is_explained(
@@ -323,7 +323,7 @@ def test_what_is_no_run_is_explained(
 
 def test_a_run_without_steps_has_a_report(tmp_path: Path) -> None:
     page = render([read_run(write(tmp_path / "run", [{"event": "start", "device": "one GPU"}]))])
-    assert "No training step is on record yet" in page
+    assert "No training step has been recorded yet" in page
     assert "one GPU" in page
 
 
@@ -335,5 +335,5 @@ def test_a_report_that_cannot_be_made_is_said_and_fails_nothing(
     report_at_end(run)
     errors = capsys.readouterr().err
     assert "report.html was not written: IsADirectoryError" in errors
-    assert f"make it with python tools/report.py {run}" in errors
+    assert f"write it with python tools/report.py {run}" in errors
     assert not list(run.glob(".report*"))

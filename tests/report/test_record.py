@@ -12,7 +12,6 @@ from rich.console import Console
 from megatron_fp8.report.console import ConsoleSink, format_record
 from megatron_fp8.report.events import format_seconds
 from megatron_fp8.report.record import (
-    BrokenLine,
     BrokenLines,
     JsonLines,
     Recorder,
@@ -133,7 +132,7 @@ def test_a_stopped_run_says_why_and_how_to_go_on() -> None:
     record = {"event": "end", "iteration": 8, "seconds": 61.0, "stopped": "signal SIGTERM"}
     losses = {"lm loss validation at start": None, "lm loss validation": None}
     line = format_record({**record, **losses}, 100)
-    assert line == "stopped after 8 iterations in 1 min 01 s because of signal SIGTERM (--resume goes on)"
+    assert line == "stopped after 8 iterations in 1 min 01 s because of signal SIGTERM (continue with --resume)"
 
 
 BROKEN = [b"{", b"[1]", b"{}", b'{"event": 5}', b'{"event": "train", "iteration": "5"}', b"\xff\xfe", b"\0\0", b""]
@@ -146,7 +145,9 @@ def test_a_broken_line_is_told_by_its_number_and_stays_in_the_file(line: bytes, 
     # The last line is being written, or was when its run was killed.
     path.write_bytes(whole + line + b"\n" + whole + line)
     record = {"event": "train", "iteration": 1}
-    assert list(read_records(path)) == [record, BrokenLine(2), record]
+    broken = BrokenLines()
+    assert list(read_records(path, broken)) == [record, record]
+    assert (broken.count, broken.first) == (1, [2])
     drop_records_after(path, 0)
     assert path.read_bytes() == line + b"\n"
 
@@ -155,16 +156,16 @@ def test_a_broken_line_is_told_by_its_number_and_stays_in_the_file(line: bytes, 
     ("numbers", "text"),
     [
         ([], ""),
-        ([1234], "line 1,234 of metrics.jsonl is no record and was left out"),
-        ([3, 5], "2 lines of metrics.jsonl are no records and were left out: 3, 5"),
+        ([1234], "line 1,234 of metrics.jsonl is not a record and was skipped"),
+        ([3, 5], "2 lines of metrics.jsonl are not records and were skipped: 3, 5"),
         (
             range(1, 13),
-            "12 lines of metrics.jsonl are no records and were left out: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...",
+            "12 lines of metrics.jsonl are not records and were skipped: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...",
         ),
     ],
 )
 def test_broken_lines_are_said_in_a_sentence(numbers: list[int], text: str) -> None:
     broken = BrokenLines()
     for number in numbers:
-        broken.add(BrokenLine(number))
+        broken.add(number)
     assert str(broken) == text

@@ -159,7 +159,7 @@ def test_a_run_that_goes_on_continues_its_curves(tmp_path: Path, capfd: pytest.C
     (directory / METRICS).write_text("".join([lines[0], "something else\n", *lines[1:]]))
     run_some(directory, 4, 8, 3)
 
-    assert "TensorBoard: line 2 of metrics.jsonl is no record" in capfd.readouterr().err
+    assert "TensorBoard: line 2 of metrics.jsonl is not a record" in capfd.readouterr().err
     assert (directory / "wandb_id.txt").read_text() == identity
     path = only_wandb_file(directory)
     assert identity.strip() in path.name
@@ -177,7 +177,7 @@ def test_a_run_that_goes_on_continues_its_curves(tmp_path: Path, capfd: pytest.C
     assert scalars["lm loss"][4][2] == pytest.approx(1 / 5)
 
     replay.main([str(directory), "--tensorboard", "--wandb"])
-    assert capfd.readouterr().err.count("line 2 of metrics.jsonl is no record and was left out") == 2
+    assert capfd.readouterr().err.count("line 2 of metrics.jsonl is not a record and was skipped") == 2
     assert wandb_history(only_wandb_file(directory)) == history
     assert tensorboard_scalars(directory / "tensorboard") == scalars
     assert len(list((directory / "tensorboard").iterdir())) == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8.config.fields import config_fields
-from megatron_fp8.config.secret_texts import HIDDEN, hide, is_secret_key, secret_values
+from megatron_fp8.config.problem import HIDDEN, hide, is_secret_key, secret_values
 from megatron_fp8.report.record import Recorder
 from tests.e2e.conftest import Tiny
 from tests.e2e.launch import pretrain

@@ -24,7 +24,7 @@ from tests.ranks import run_on_ranks
 
 # Two whole steps, which are one log interval; then one micro-batch, or one of two data-parallel ranks; then one sample.
 MASKED = frozenset({*range(8, 16), 18, 19, 21})
-NOTE = "no loss of the iterations since the last record: all their tokens are masked"
+NOTE = "no loss for the iterations since the last record: all their tokens are masked"
 
 
 @dataclass(frozen=True)

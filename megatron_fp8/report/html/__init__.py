@@ -1,7 +1,7 @@
 """Writes `report.html`, a self-contained file that shows a run, or compares several.
 
-plotly.js draws, rather than pictures made beforehand: curves can be read off, zoomed and hidden, follow the width of
-the window and the reader's dark mode. It is embedded compressed, 2.0 MB instead of 4.8 MB a file.
+plotly.js draws the figures, so that curves can be read off, zoomed and hidden, and follow the window's width and dark
+mode. It is embedded compressed, which makes the file 2.0 MB instead of 4.8 MB.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HERE = Path(__file__).parent
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The page for one run, or for several that are compared. Whatever comes from the runs is escaped."""
+    """The page of a run, or of several that are compared. Everything from the runs is escaped."""
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -49,7 +49,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def write_report(runs: Sequence[Run], output: Path) -> None:
-    """Write the page; a reader sees the old one or the whole new one. Raises OSError."""
+    """Write the page atomically. Raises OSError."""
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(render(runs), encoding="utf-8")
@@ -59,24 +59,24 @@ def write_report(runs: Sequence[Run], output: Path) -> None:
 
 
 def report_at_end(run_directory: Path) -> None:
-    """Write a run's `report.html`. What goes wrong is said, and nothing else: the run is worth more than its view."""
+    """Write a run's `report.html`. An error is printed and does not fail the run."""
     try:
         write_report([read_run(run_directory)], run_directory / REPORT)
     except Exception as error:  # noqa: BLE001 - see above
         print(
             f"{run_directory / REPORT} was not written: {type(error).__name__}: {error}; "
-            f"make it with python tools/report.py {run_directory}",
+            f"write it with python tools/report.py {run_directory}",
             file=sys.stderr,
         )
 
 
 def _own(name: str) -> Markup:
-    """A file of this package that goes into the page as it is."""
+    """A file of this package to insert into the page as it is."""
     return Markup((_HERE / name).read_text(encoding="utf-8"))
 
 
 def _plotly() -> str:
-    # Importing it takes a tenth of a second, which only a report is worth.
+    # Importing it takes 0.1 s.
     from plotly.offline import get_plotlyjs
 
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), compresslevel=6, mtime=0)).decode("ascii")

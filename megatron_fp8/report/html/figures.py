@@ -1,7 +1,7 @@
-"""Makes the figures and heat maps of a report as plain data for plotly.js; what they show is the series registry's.
+"""Figures and heat maps of a report as plain data for plotly.js, as the series registry describes them.
 
-Colors are numbers of a palette. Every name from the record is data here; what plotly would read as markup is escaped. A
-cell of a heat map is the worst value of its interval of iterations.
+Colors are indices into a palette. Names from the record are escaped where plotly would read them as markup. A cell of a
+heat map is the worst value of its interval of iterations.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from megatron_fp8.report.series_registry import STEP_PARTS, VALIDATION, find
 
 Figure = dict[str, Any]
 
-# Of a large job the first nodes are shown.
+# Of a large job, the first nodes.
 _MAX_NODES = 16
 _MIN_LOG_RATIO = 100.0
 _FROM_ZERO = frozenset({"tokens/s", "TFLOP/s per GPU", "%", "s", "GB", "steps", "samples"})
-# All heat maps of a file together: about 5 bytes a cell.
+# In all heat maps of a file: about 5 bytes per cell.
 MAX_CELLS = 300_000
 _MAX_COLUMNS, _MIN_COLUMNS = 128, 8
 
 
 def line_figures(runs: Sequence[Run]) -> list[Figure]:
-    """Every figure of curves; those without a value in any run are left out."""
+    """All line figures that have a value in some run."""
     by_title: dict[str, list[str]] = {}
     for name in sorted(dict.fromkeys(name for run in runs for name in run.curves), key=_position):
         found = find(name)
@@ -44,13 +44,13 @@ def line_figures(runs: Sequence[Run]) -> list[Figure]:
 
 
 def _position(name: str) -> float:
-    """In the registry; what is not listed comes last."""
+    """Position in the registry; unlisted series come last."""
     found = find(name)
     return math.inf if found is None else found.position
 
 
 def _worth_showing(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """Without series that say something only when they change, and without a single validation set, the total."""
+    """Without constant series that matter only if they change, and without a validation set that is the only one."""
     sets = [name for name in names if name.startswith(f"{VALIDATION}/")]
     first = find(names[0])
     if first is not None and first.series.only_if_changing:
@@ -61,12 +61,12 @@ def _worth_showing(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
 
 
 def time_parts(names: Iterable[str]) -> list[str]:
-    """Those of `names` that are parts of the time of a step."""
+    """Those of `names` that are parts of a step's time."""
     return [name for name in names if (found := find(name)) is not None and found.title == STEP_PARTS]
 
 
 def series_scale(name: str) -> float:
-    """From a series' unit in the record to that of its figure."""
+    """Factor from a series' unit in the record to that of its figure."""
     found = find(name)
     return 1.0 if found is None else found.series.scale
 
@@ -93,7 +93,7 @@ def _figure(runs: Sequence[Run], title: str, names: Sequence[str]) -> Figure:
                 )
             if curve.not_finite:
                 gaps.append(f"{label}: {curve.not_finite:,} values are not finite and leave gaps.")
-    # A rate or an amount is read from 0 on.
+    # Axes of rates and amounts start at 0.
     from_zero = unit in _FROM_ZERO
     wide = not from_zero and smallest > 0 and smallest * _MIN_LOG_RATIO <= largest < math.inf
     return {
@@ -110,7 +110,7 @@ def _figure(runs: Sequence[Run], title: str, names: Sequence[str]) -> Figure:
 
 
 def _trace(label: str, iterations: Floats, values: Floats, colour: int, index: int, name: str) -> dict[str, Any]:
-    # Nothing was measured between two evaluations: each is a marker.
+    # Evaluations are far apart, so each is a marker.
     marked = name.startswith(VALIDATION) or len(values) == 1
     return {
         "name": escape(label),
@@ -123,24 +123,24 @@ def _trace(label: str, iterations: Floats, values: Floats, colour: int, index: i
 
 
 def rounded(value: float) -> float | None:
-    """Six digits, which is more than a screen shows; None, a gap, for what is not finite."""
+    """Six digits, more than a screen shows; None, a gap, for values that are not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def short(value: float) -> str:
-    """A number for people."""
+    """A number to read, with four digits."""
     if abs(value) >= 1e4:
         return f"{value:,.0f}" if abs(value) < 1e12 else f"{value:.4g}"
     return f"{value:.4g}"
 
 
 def escape(text: str) -> str:
-    """Text that plotly, which knows a few tags and entities, shows as it is."""
+    """Text that plotly, which interprets a few tags and entities, shows literally."""
     return html.escape(text, quote=False)
 
 
 def heat_maps(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A choice for each run and quantity: title, heat maps by tensor, and the common range of their colors."""
+    """A choice per run and quantity: title, heat maps by tensor, and their common range of colors."""
     num_series = sum(len(run.heat) for run in runs)
     columns = max(_MIN_COLUMNS, min(_MAX_COLUMNS, MAX_CELLS // max(1, num_series)))
     choices = []
@@ -161,7 +161,7 @@ def _common_width(run: Run, columns: int) -> int:
     if not curves:
         return 1
     widest = max(curve.width for curve in curves)
-    # Few values may lie far apart: each is a column then.
+    # A few values may be far apart: each is a column then.
     if max(curve.count for curve in curves) <= columns:
         return widest
     first, last = (min(curve.points()[0][0] for curve in curves), max(curve.points()[0][-1] for curve in curves))
@@ -196,7 +196,7 @@ def _choice(label: str, cells: Sequence[tuple[Match, Curve]], width: int) -> dic
 
 
 def _table(layers: Mapping[int, Curve], width: int) -> tuple[Floats, Floats]:
-    """First iterations of the columns, and values of layers by columns; NaN where nothing was recorded."""
+    """First iterations of the columns, and values `[layers, columns]`; NaN where nothing was recorded."""
     rows = [curve.columns(width) for curve in layers.values()]
     numbers = np.unique(np.concatenate([row[0] for row in rows]))
     table = np.full((len(rows), len(numbers)), np.nan)
@@ -206,7 +206,7 @@ def _table(layers: Mapping[int, Curve], width: int) -> tuple[Floats, Floats]:
 
 
 def _packed(table: Floats) -> dict[str, str]:
-    """plotly.js's form of a typed array: FP32, little endian, in base64."""
+    """plotly.js's format of a typed array: FP32, little-endian, base64."""
     return {
         "dtype": "f4",
         "bdata": base64.b64encode(table.astype("<f4").tobytes()).decode("ascii"),

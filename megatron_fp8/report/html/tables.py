@@ -1,6 +1,6 @@
-"""Owns the tables of a report: final numbers, shares of the time, events, environment, precision chart, config.
+"""Tables of a report: final numbers, time per step, events, environment, precision chart, config.
 
-Everything is text here, not yet escaped. Must not know how tables look.
+Cells are text, not yet escaped. Must not know how tables look.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ _NOT_TEXT = ("event", "time", _CHART)
 
 @dataclass(frozen=True)
 class Row:
-    """A row: its name and a cell a run; `differs`: the runs do not have the same."""
+    """A row with one cell per run."""
 
     name: str
     cells: list[str]
 
     @property
     def differs(self) -> bool:
-        """Whether the cells are not all the same."""
+        """Whether the runs' cells differ."""
         return len(set(self.cells)) > 1
 
 
 def state(run: Run) -> str:
-    """How far the run is, and what stopped it."""
+    """How far the run got, and what stopped it."""
     total = run.config.get("training.train_iters")
     done = f"{run.iteration:,}" + (f" of {total:,}" if isinstance(total, int) else "") + " iterations"
     if run.end is None:
         failed = next((event for event in reversed(run.events) if event["event"] == "failure"), None)
         if failed is not None and run.events[-1] is failed:
-            return f"failed after {done} on record: {failed.get('kind')}: {failed.get('error')}"
-        return f"{done} on record, no end: it is going on, or was killed"
+            return f"failed after {done}: {failed.get('kind')}: {failed.get('error')}"
+        return f"{done} recorded, no end: still running, or killed"
     stopped = run.end.get("stopped")
     return f"finished {done}" if stopped is None else f"stopped after {done} because of {stopped}"
 
 
 def numbers(runs: Sequence[Run]) -> list[Row]:
-    """Final numbers, with units; rows that no run has are left out."""
+    """Final numbers, with units; without rows that no run has."""
     rows = [Row("State", [state(run) for run in runs])]
     names = dict.fromkeys(name for run in runs for name in run.curves)
     sets = [name for name in names if name.startswith(f"{VALIDATION}/")]
@@ -62,27 +62,25 @@ def numbers(runs: Sequence[Run]) -> list[Row]:
         rows.append(Row(f"{label}, last (best), nats per token", [_last_and_best(run, name) for run in runs]))
     rows += [
         Row("Validation perplexity per token", [_last(run, PERPLEXITY) for run in runs]),
-        Row("Tokens seen", [_last(run, "consumed-tokens", "{:,.0f}") for run in runs]),
+        Row("Training tokens", [_last(run, "consumed-tokens", "{:,.0f}") for run in runs]),
         Row("Throughput, mean, tokens/s", [_mean(run, "tokens-per-second") for run in runs]),
         Row("Model FLOPs per GPU, mean, TFLOP/s", [_mean(run, "throughput") for run in runs]),
-        Row("Model FLOPs utilisation, mean", [_mean(run, "mfu", "{:.1%}") for run in runs]),
+        Row("Model FLOPs utilization, mean", [_mean(run, "mfu", "{:.1%}") for run in runs]),
         Row("Time per step, mean, s", [_mean(run, STEP_TIME) for run in runs]),
-        Row("Waiting for data, mean share of the time", [_mean(run, "data-wait-share", "{:.2%}") for run in runs]),
+        Row("Waiting for data, mean share of a step", [_mean(run, "data-wait-share", "{:.2%}") for run in runs]),
         Row("Pauses for evaluation and checkpoints, s", [_sum(run, "pause-seconds") for run in runs]),
-        Row(
-            "Pipeline bubble, if all stages are equally fast", [_last(run, "pipeline-bubble", "{:.1%}") for run in runs]
-        ),
+        Row("Pipeline bubble with equally fast stages", [_last(run, "pipeline-bubble", "{:.1%}") for run in runs]),
         Row("Peak memory, GB (1e9 bytes)", [_peak_memory(run) for run in runs]),
         Row("Skipped steps", [_last(run, "skipped-iterations", "{:,.0f}") for run in runs]),
-        Row("Start, last", [describe_startup(run.startup) if run.startup else _NONE for run in runs]),
-        Row("Time in all, last start", [_seconds(run) for run in runs]),
+        Row("Last startup", [describe_startup(run.startup) if run.startup else _NONE for run in runs]),
+        Row("Total time of the last job", [_seconds(run) for run in runs]),
     ]
     return [row for row in rows if any(cell != _NONE for cell in row.cells)]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the time of a step: mean seconds, and their share of the whole."""
+    """A part of a step's time: mean seconds, and their share."""
 
     name: str
     seconds: float
@@ -90,7 +88,7 @@ class Part:
 
 
 def time_split(run: Run) -> list[Part]:
-    """Parts of a mean step, the rest last; empty where the record has no parts."""
+    """Parts of a mean step, the rest last; empty if the record has no parts."""
     total = run.curves.get(STEP_TIME)
     if total is None or not total.mean:
         return []
@@ -103,7 +101,7 @@ def time_split(run: Run) -> list[Part]:
         return []
     rest = whole - sum(seconds.values())
     parts = [Part(name, value, value / whole) for name, value in seconds.items()]
-    # The parts of a newer record add up, but for the rounding.
+    # The parts of current records add up, except for rounding.
     return [*parts, Part("everything else", rest, rest / whole)] if rest > 1e-6 * whole else parts
 
 
@@ -123,7 +121,7 @@ def _sum(run: Run, name: str) -> str:
 
 
 def _peak_memory(run: Run) -> str:
-    """Of the rank that needs most, where the record has it."""
+    """Of the rank that needs most, if recorded; else of rank 0."""
     name = "peak-memory-bytes"
     curve = run.curves.get(f"{name}/largest", run.curves.get(name))
     return _text(None if curve is None or curve.largest is None else curve.largest * series_scale(name))
@@ -148,7 +146,7 @@ def _seconds(run: Run) -> str:
 
 
 def environment(runs: Sequence[Run]) -> list[Row]:
-    """What the run says of itself when it starts, the chart left out."""
+    """The `start` record without the precision chart."""
     starts = [flatten({key: value for key, value in run.start.items() if key not in _NOT_TEXT}) for run in runs]
     keys = dict.fromkeys(key for start in starts for key in start)
     return [Row(key, [_config_value(start, key) for start in starts]) for key in keys]
@@ -156,10 +154,7 @@ def environment(runs: Sequence[Run]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Event:
-    """An event as texts; `iteration` and `time` (UTC) are empty where the record has none.
-
-    `level`: info, warning or error.
-    """
+    """An event as text. `iteration`, `time` (UTC): empty if the record has none. `level`: info, warning or error."""
 
     iteration: str
     time: str
@@ -169,7 +164,7 @@ class Event:
 
 
 def events(run: Run) -> list[Event]:
-    """The events in the order of the record."""
+    """The events, in the order of the record."""
     return [
         Event(
             str(event.get("iteration", "")),
@@ -189,13 +184,13 @@ def _utc(seconds: object) -> str:
 
 
 def events_left_out(run: Run) -> int:
-    """How many events between the first and the last ones are not listed."""
+    """Number of events between the first and the last ones that are not listed."""
     return run.num_events - len(run.events)
 
 
 def _event_text(event: Record) -> str:
     if event["event"] == "start":
-        # The rest of what it says is a section of its own.
+        # The rest of it is the section on the environment.
         return str(event.get("device", ""))
     if event["event"] == "profile":
         event = {**event, _COSTS: ""}
@@ -203,7 +198,7 @@ def _event_text(event: Record) -> str:
 
 
 def profiles(run: Run) -> list[tuple[str, str]]:
-    """Titles and texts of what cost most in the steps that were traced."""
+    """Titles and texts of the most expensive operations of profiled steps."""
     return [
         (f"Up to iteration {event.get('iteration')}, rank {event['ranks'][0]}", str(event[_COSTS]))
         for event in run.events
@@ -219,7 +214,7 @@ def chart(run: Run) -> list[tuple[str, list[dict[str, Any]]]]:
 
 
 def config(runs: Sequence[Run]) -> list[Row]:
-    """Every config key and its values."""
+    """Every config key with its values."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     return [Row(key, [_config_value(run.config, key) for run in runs]) for key in keys]
 

@@ -1,4 +1,4 @@
-"""Owns the pictures of a comparison: loss curves with their differences, and noise by operand. Imports no torch."""
+"""The pictures of a comparison: loss curves with their differences, and noise by operand. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.formats.comparison import OPERANDS, Comparison
-from benchmarks.formats.work import KINDS, LINEARS, RunResult
+from benchmarks.formats.comparison import KINDS, LINEARS, OPERANDS, Comparison, RunResult
 
 _COLOUR, _REFERENCE_COLOUR, _BAND_COLOUR = "#cc3311", "#888888", "#dddddd"
 _COLUMNS = 4

@@ -1,25 +1,64 @@
-"""Owns what is known before the first process: whether every mode's config is right, and the runs. Imports no torch
+"""What is known before the first process: the modes, whether each one's config is right, and the runs. Imports no torch
 until a torchao mode asks what its model supports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from benchmarks.formats.modes import MODES
-from benchmarks.formats.work import RunTask
+from benchmarks.formats.comparison import RunTask
 from megatron_fp8.config.check import check_config
 from megatron_fp8.config.load import LoadedConfig, load_config
 from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.run_start import resolve_length
 from megatron_fp8.data.check_data import check_data
 from megatron_fp8.errors import BadInputError
+from megatron_fp8.precision.policy import Fp8Recipe
 
 # Training losses are compared: of the same samples in every mode.
 _NO_EVALUATION = "training.eval_iters=0"
 _MAKE_DATA = "The data of configs/compare.yaml is made by: python tools/prepare_quickstart.py --output data/quickstart"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to compute. `torchao_recipe`: torchao's FP8 in the plain-PyTorch model; None: this project's own step."""
+
+    name: str
+    precision: str
+    fp8_recipe: Fp8Recipe | None = None
+    torchao_recipe: Literal["tensorwise", "rowwise"] | None = None
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """As on a command line."""
+        recipe = () if self.fp8_recipe is None else (f"precision.fp8_recipe={self.fp8_recipe}",)
+        return (f"precision.mode={self.precision}", *recipe)
+
+
+# Outside the blocks torchao's runs are BF16, so that is the mode of their config.
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("fp32", "fp32"),
+        Mode("bf16", "bf16"),
+        Mode("fp16", "fp16"),
+        Mode("fp8-delayed", "fp8", "delayed"),
+        Mode("fp8-tensorwise", "fp8", "tensorwise"),
+        Mode("fp8-blockwise", "fp8", "blockwise"),
+        Mode("fp8-mxfp8", "fp8", "mxfp8"),
+        Mode("torchao-tensorwise", "bf16", torchao_recipe="tensorwise"),
+        Mode("torchao-rowwise", "bf16", torchao_recipe="rowwise"),
+    )
+}
+
+
+def default_reference(modes: Sequence[str]) -> str:
+    """What the others are compared with: fp32 if it is among `modes`, else bf16, else the first."""
+    return next((name for name in ("fp32", "bf16") if name in modes), modes[0])
 
 
 class PlanError(BadInputError):
@@ -50,6 +89,23 @@ class Plan:
             for seed in self.seeds
             for mode in self.modes
         ]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is known before the first run: the device in words, and why it cannot run a mode."""
+
+    device: str
+    unsupported: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PrepareTask:
+    """`files`: by seed, the file to write."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    files: Mapping[int, Path]
 
 
 def samples_file(directory: Path, seed: int) -> Path:
@@ -91,7 +147,7 @@ def _mode_problems(path: Path, overrides: Sequence[str], mode: str, vocab_size: 
     yield from check_config(loaded, 1, vocab_size)
     if MODES[mode].torchao_recipe is None:
         return
-    from benchmarks.speed.plain_model import require_supported
+    from benchmarks.plain_model import require_supported
 
     try:
         require_supported(loaded.config.model)

@@ -1,4 +1,4 @@
-"""Owns how a comparison is shown in text: two tables and a sentence for each mode. Imports no torch."""
+"""How a comparison is shown in text: two tables and a sentence for each mode. Imports no torch."""
 
 from __future__ import annotations
 

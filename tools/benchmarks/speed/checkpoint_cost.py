@@ -1,4 +1,4 @@
-"""Owns the measurement of checkpoints: what a save costs beside `torch.save` of the same bytes, and a load.
+"""What checkpoints cost: what a save costs beside `torch.save` of the same bytes, and a load.
 
 One rank. Rounds of all subjects one after another on the same directory, everything brought to the disk (fsync), so
 that the ratios are those of one disk under one load.
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, BinaryIO
 import psutil
 import torch
 
-from benchmarks.speed.our_run import OurRun
-from benchmarks.speed.result import CheckpointCost
+from benchmarks.runs import OurRun, repeated_batch
+from benchmarks.speed.measurement import CheckpointCost
 from megatron_fp8.checkpoint.directory import CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import Manifest
 from megatron_fp8.config.schema import Config
@@ -32,7 +32,7 @@ _BLOCK_BYTES = 1 << 20
 
 def measure_checkpoints(config: Config, directory: Path, num_rounds: int) -> CheckpointCost:
     """Train a step of `config` on this process, then save and load its state `num_rounds` times."""
-    run = OurRun(config)
+    run = OurRun(config, repeated_batch(config))
     try:
         run.step()
         subject = _Subject(run.parts.checkpointer.live, directory)
@@ -42,6 +42,7 @@ def measure_checkpoints(config: Config, directory: Path, num_rounds: int) -> Che
         extra_bytes = subject.extra_bytes(num_rounds + 1)
     finally:
         run.close()
+        torch.distributed.destroy_process_group()
     times = {name: median(round_[name] for round_ in rounds) for rounds in (saves, loads) for name in rounds[0]}
     return CheckpointCost(state_bytes=subject.num_bytes, extra_bytes=extra_bytes, **times)
 

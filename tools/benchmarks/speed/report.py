@@ -1,21 +1,18 @@
-"""Owns how a benchmark's result is shown: tables for people, JSON for programs. Imports no torch."""
+"""How a benchmark's result is shown: tables for people, JSON for programs. Imports no torch."""
 
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.speed.plan import Comparison
-from benchmarks.speed.result import CheckpointCost, SubjectResult, ceiling, ratio
+from benchmarks.machine import cpu_model, versions
+from benchmarks.speed.measurement import CheckpointCost, Comparison, SubjectResult, ceiling, ratio
 
 _COST_ROWS = 24
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
@@ -23,13 +20,11 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 def machine() -> dict[str, Any]:
     """Where and with what the run was made."""
-    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "num_cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        **versions,
+        **versions(_PACKAGES),
     }
 
 
@@ -147,13 +142,3 @@ def checkpoint_table(cost: CheckpointCost) -> Table:
         table.add_row(name, f"{seconds:.3f}", f"{megabytes / seconds:,.0f}", f"{seconds / other:.2f}")
     table.caption = f"memory beyond that of training: {cost.extra_bytes / cost.state_bytes:.2f} of the state"
     return table
-
-
-def _cpu_model() -> str:
-    """The CPU's name as Linux gives it, else what Python knows."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

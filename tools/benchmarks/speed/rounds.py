@@ -1,4 +1,4 @@
-"""Owns the order of measuring: all subjects stand ready in processes of their own, one at a time makes a step.
+"""The order of measuring: all subjects stand ready in processes of their own, one at a time makes a step.
 
 Short turns in one run, and ratios within a round: what else the machine does meets all subjects alike. Every other
 round goes backwards, so that a drift cancels. Imports no torch.
@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from benchmarks.speed.plan import Subject
-from benchmarks.speed.processes import SubjectProcesses
-from benchmarks.speed.result import Cost, Sample, SubjectResult
+from benchmarks.processes import Job, JobError
+from benchmarks.speed.measurement import Cost, Sample, Subject, SubjectResult
 
 Say = Callable[[str], None]
 
@@ -37,17 +37,42 @@ class Procedure:
     with_profiles: bool
 
 
-class _Station:
-    """A subject's processes and what was measured of them so far."""
+class SubjectError(RuntimeError):
+    """A measured process ended or did not start; the text has the end of its log."""
 
-    def __init__(self, processes: SubjectProcesses) -> None:
-        self.processes = processes
-        self.result = SubjectResult(processes.subject, processes.start_seconds, processes.num_parameters)
+
+class _Station:
+    """A subject's processes, up and waiting, and what was measured of them so far. Raises SubjectError."""
+
+    def __init__(self, subject: Subject, procedure: Procedure, stack: ExitStack) -> None:
+        overrides = [*procedure.overrides, f"precision.mode={subject.precision}"]
+        started = time.perf_counter()
+        self._job = stack.enter_context(
+            Job(
+                "benchmarks.speed.worker:serve",
+                subject,
+                procedure.config,
+                overrides,
+                num_ranks=subject.num_processes,
+                num_threads=subject.num_threads,
+            )
+        )
+        try:
+            num_parameters = self._job.receive(procedure.start_timeout_seconds)[0]
+        except JobError as error:
+            raise _failure(subject, "while it started", error) from None
+        self.result = SubjectResult(subject, time.perf_counter() - started, num_parameters)
+
+    def _ask(self, command: str) -> list[Any]:
+        try:
+            return self._job.ask(command)
+        except JobError as error:
+            raise _failure(self.result.subject, f"during {command}", error) from None
 
     def measure(self, command: str) -> Sample:
         """One turn of the subject."""
         busy_before, started = _busy_cpu_seconds(), time.perf_counter()
-        answers = self.processes.ask(command)
+        answers = self._ask(command)
         wall, busy = time.perf_counter() - started, _busy_cpu_seconds() - busy_before
         cpu_seconds = sum(answer["cpu_seconds"] for answer in answers)
         peaks = [answer["peak_memory_bytes"] for answer in answers]
@@ -78,7 +103,7 @@ class _Station:
 
     def profile(self) -> None:
         """Keep the costs of one step of the first rank."""
-        self.result.costs = [Cost(**cost) for cost in self.processes.ask("profile")[0]["costs"]]
+        self.result.costs = [Cost(**cost) for cost in self._ask("profile")[0]]
 
 
 def run_rounds(subjects: Sequence[Subject], procedure: Procedure, say: Say) -> list[SubjectResult]:
@@ -100,13 +125,15 @@ def run_rounds(subjects: Sequence[Subject], procedure: Procedure, say: Say) -> l
 
 
 def _start(subject: Subject, procedure: Procedure, stack: ExitStack, say: Say) -> _Station:
-    overrides = [*procedure.overrides, f"precision.mode={subject.precision}"]
-    processes = SubjectProcesses(subject, procedure.config, overrides, procedure.start_timeout_seconds)
-    station = _Station(stack.enter_context(processes))
+    station = _Station(subject, procedure, stack)
     station.warm_up(procedure.tokens_per_step, procedure.slow_step_seconds)
     result = station.result
     say(f"{subject.name}: up after {result.start_seconds:.1f} s, first step {result.first_step_seconds:.2f} s")
     return station
+
+
+def _failure(subject: Subject, when: str, error: JobError) -> SubjectError:
+    return SubjectError(f"subject {subject.name!r} {error.what} {when}. The end of its log:\n{error.log}")
 
 
 def _busy_cpu_seconds() -> float:

@@ -1,4 +1,4 @@
-"""Owns the plain-PyTorch model that ours is measured against: what a user would write, without Megatron or TE.
+"""The plain-PyTorch model that ours is measured against: what a user would write, without Megatron or TE.
 
 RMSNorm, RoPE, grouped-query attention through `F.scaled_dot_product_attention`, SwiGLU, untied head; QKV in one
 matrix, gate and up projection in one matrix. It computes what `model/gpt.py` computes and can start from the same
