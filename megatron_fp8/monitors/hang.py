@@ -84,7 +84,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Hang:
-    """A job that hangs: who holds it up and in which way (`silent`, `still`, `all wait`)."""
+    """A hang: which ranks cause it, and in which way (`silent`, `still`, `all wait`)."""
 
     kind: str
     culprits: tuple[int, ...]
@@ -123,12 +123,12 @@ def find_hang(before: Sequence[Status], after: Sequence[Status], author: int) ->
         return None
     still = [new for new in busy if not new.device_works]
     if still:
-        return _hang("still", _least_far(still), author, "standing still without waiting for others")
+        return _hang("still", _least_far(still), author, "makes no progress and is not waiting for other ranks")
     if silent:
-        how = "silent: its process is stopped or its interpreter held, or its machine is out of reach"
+        how = "does not report: its process is suspended or its GIL held, or its machine is unreachable"
         return _hang("silent", silent, author, how)
     least_far = _least_far([new for _, new in pairs])
-    return _hang("all wait", least_far, author, "least far of all, which wait for each other")
+    return _hang("all wait", least_far, author, "is furthest behind, and all ranks wait for each other")
 
 
 def _least_far(statuses: Sequence[Status]) -> list[Status]:
@@ -140,12 +140,12 @@ def _hang(kind: str, culprits: Sequence[Status], author: int, how: str) -> Hang:
     first = culprits[0]
     numbers = ", ".join(str(status.rank) for status in culprits[:_MOST_NAMED])
     more = f" and {len(culprits) - _MOST_NAMED} more" if len(culprits) > _MOST_NAMED else ""
-    lines = [f"the job hangs, held up by rank {numbers}{more}: {how}"]
+    lines = [f"hang detected: rank {numbers}{more} {how}"]
     for status in culprits[:_MOST_STACKS]:
-        how_long = "as it was last heard of" if kind == "silent" else f"{status.still_seconds:.0f} s"
+        how_long = "its last report" if kind == "silent" else f"{status.still_seconds:.0f} s"
         works = ", while its device has work left" if status.device_works else ""
         lines.append(f"{status.place()} ({how_long}{works})")
-        lines.append(status.stacks or "no stack: its process does not answer")
+        lines.append(status.stacks or "no stack: its process does not respond")
     return Hang(
         kind=kind,
         culprits=tuple(status.rank for status in culprits),
@@ -158,7 +158,7 @@ def _hang(kind: str, culprits: Sequence[Status], author: int, how: str) -> Hang:
 
 
 def without_store(own: Status, seconds: float) -> Hang:
-    """The hang that a rank sees alone, when the store through which ranks speak has not answered for `seconds`."""
+    """The hang that a rank sees alone, when the store that the ranks report through has not answered for `seconds`."""
     return Hang(
         kind="silent",
         culprits=(),
@@ -166,7 +166,7 @@ def without_store(own: Status, seconds: float) -> Hang:
         phase=own.phase,
         host=own.host,
         text=(
-            f"the job hangs, and the store through which ranks speak has not answered for {seconds:.0f} s: the "
+            f"hang detected: the store that the ranks report through has not answered for {seconds:.0f} s: the "
             "process that keeps it (the launcher of the first node, or rank 0) or its machine has stopped. "
             f"Seen by {own.place()}"
         ),

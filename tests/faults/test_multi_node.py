@@ -128,8 +128,9 @@ def test_nodes_train_as_one_machine_does(tiny: Tiny, tmp_path: Path, num_nodes: 
 
 
 HANG = (
-    r"held up by rank 1: silent[\s\S]*rank 1 \(node2, process \d+\): iteration \d+, phase",
-    r"the store through which ranks speak has not answered for \d+ s[\s\S]*Seen by rank 1 \(node2, process \d+\): iter",
+    r"hang detected: rank 1 does not report[\s\S]*rank 1 \(node2, process \d+\): iteration \d+, phase",
+    r"the store that the ranks report through has not answered for \d+ s[\s\S]*Seen by rank 1 "
+    r"\(node2, process \d+\): iter",
 )
 LOST = tuple(
     rf"rank {rank} on node{rank + 1}, iteration \d+, phase [\w-]+: another rank does not answer, after [\d.]+ s: "

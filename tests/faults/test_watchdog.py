@@ -195,15 +195,15 @@ def test_the_rank_that_hangs_is_named_with_its_step_and_stack(way: str, tmp_path
     # The last word of one that is silent may be from any step before: these take milliseconds.
     assert hang.iteration <= 4
     assert f"{hang.phase.value}, since 2" in hang.text
-    assert ("(as it was last heard of)" in hang.text) == silent
+    assert ("(its last report)" in hang.text) == silent
     assert job.codes[0] == 1
     # Who the launcher takes for the cause: the earliest report.
     speaker = 0 if silent else 1
     assert hang.speaker == speaker
-    assert "held up by rank 1" in json.loads(job.reports[speaker])["message"]["message"]
+    assert "hang detected: rank 1" in json.loads(job.reports[speaker])["message"]["message"]
     if silent:
         assert job.codes[1] == -signal.SIGKILL
-        assert "no stack: its process does not answer" in hang.text
+        assert "no stack: its process does not respond" in hang.text
     else:
         assert job.codes[1] == 1
         assert f"in {way}" in hang.text

@@ -58,11 +58,11 @@ def test_the_launcher_names_the_rank_that_hung(way: str, tiny: Tiny, tmp_path: P
     ended = run([*launcher, script, "tiny.yaml", *options], tmp_path, timeout_seconds=400)
     assert ended.code == 1, ended.output
     cause = ended.stderr[ended.stderr.rindex("Root Cause") :]
-    assert "HangError: the job hangs, held up by rank 1" in cause, ended.output
+    assert "HangError: hang detected: rank 1" in cause, ended.output
     if way == "stops":
         # It cannot speak, so another one does.
         assert "rank      : 0" in cause
-        assert "no stack: its process does not answer" in cause
+        assert "no stack: its process does not respond" in cause
     else:
         assert "rank      : 1" in cause
         assert f"in {way}" in cause
