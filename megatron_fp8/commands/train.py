@@ -154,21 +154,15 @@ def parse_command_line(
     except (UsageError, BadInputError) as error:
         output.exit_with_error(str(error))
     if arguments.check or not _continues_unchanged(command, world_size):
-        _warn_of_config(output, loaded, command, environ, layout)
+        for warning in config_warnings(replace(loaded, config=command.config, origins=command.origins), layout):
+            output.warn(str(warning))
+    for conflict in overruled(command.config.parallel, environ, command.origins[ENVIRONMENT]):
+        output.warn(str(conflict))
     for note in command.start.notes:
         output.warn(note)
     if arguments.check:
         output.exit_with_answer(_what_would_run(command, layout))
     return replace(command, quiet=arguments.quiet)
-
-
-def _warn_of_config(
-    output: RankZeroOutput, loaded: LoadedConfig, command: Command, environ: Mapping[str, str], layout: Layout | None
-) -> None:
-    for warning in config_warnings(replace(loaded, config=command.config, origins=command.origins), layout):
-        output.warn(str(warning))
-    for conflict in overruled(command.config.parallel, environ, command.origins[ENVIRONMENT]):
-        output.warn(str(conflict))
 
 
 def _continues_unchanged(command: Command, world_size: int | None) -> bool:

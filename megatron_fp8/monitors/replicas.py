@@ -111,12 +111,12 @@ class ReplicaMonitor(Monitor):
         raise ReplicaError(f"replicas differ at iteration {iteration}: {'; '.join(texts)}. {self._advice()}")
 
     def _advice(self) -> str:
-        sound = "no checkpoint of this job was written after a comparison that found them alike"
+        sound = "no comparison of this job has found them equal"
         if self._last_alike is not None:
-            sound = f"they were alike at iteration {self._last_alike}: checkpoints up to it are sound"
+            sound = f"they agreed at iteration {self._last_alike}: checkpoints up to it are sound"
         return (
-            "Memory or a device has failed without an error, or ranks did not do the same. Leave the named machine out "
-            f"and go on from an earlier checkpoint (--resume checkpoint.ckpt_step=N); {sound}"
+            "Memory or a device has failed silently, or ranks did not compute the same. Exclude the host that is named "
+            f"and resume from an earlier checkpoint (--resume checkpoint.ckpt_step=N); {sound}"
         )
 
 

@@ -137,7 +137,7 @@ def _rewind(record: Record) -> str:
 def _replica(record: Record) -> str:
     text = f"{record['tensors']} tensors differ between replicas, the first is {record['first tensor']}"
     text += f"; suspects: {_ranks(record)} on {_listed(record['hosts'])}"
-    return text + (f"; last equal at iteration {record['last alike']}" if record["last alike"] is not None else "")
+    return text + (f"; they agreed at iteration {record['last alike']}" if record["last alike"] is not None else "")
 
 
 def _end(record: Record) -> str:
@@ -174,7 +174,7 @@ EVENTS: Mapping[str, EventKind] = {
     "slow-rank": EventKind(
         Level.WARNING,
         "Straggler: rank {rank}",
-        "straggler: rank {rank} on {host}: {work} takes {seconds:.3g} s, {factor:.3g} times the median",
+        "rank {rank} on {host} is a straggler: {work} takes {seconds:.3g} s, {factor:.3g} times the median",
     ),
     "hang": EventKind(Level.ERROR, _hang_title, _hang),
     "replica": EventKind(Level.ERROR, "Replicas differ", _replica),

@@ -368,3 +368,18 @@ def test_warnings_of_a_config_are_not_repeated_when_it_is_resumed(
     with pytest.raises(SystemExit, match="0") if "--check" in arguments else nullcontext():
         parse_command_line(argv, {"RANK": "0", "WORLD_SIZE": world_size}, check_data=lambda _: report)
     assert ("no effect: optimizer.lr_decay_style" in capsys.readouterr().err) is warned
+
+
+def test_variables_that_the_job_overrides_are_named_at_every_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are the machine's, which the saved config does not know."""
+    config = make_config(tmp_path)
+    parallel = config.parallel.model_copy(update={"environment": ["NCCL_DEBUG=WARN"]})
+    config = config.model_copy(update={"parallel": parallel})
+    run_on_ranks(1, save_on_this_rank, config, tmp_path / "small" / "checkpoints", [1])
+    (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "NCCL_DEBUG": "INFO"}
+    report = DataReport(vocab_size=VOCAB_SIZE, problems=())
+    parse_command_line([str(tmp_path / "config.yaml"), "--resume"], environ, check_data=lambda _: report)
+    assert "NCCL_DEBUG=INFO, which takes precedence" in capsys.readouterr().err

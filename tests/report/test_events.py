@@ -88,7 +88,7 @@ TOLD: list[tuple[dict[str, Any], str]] = [
     (
         {"event": "slow-rank", "iteration": 7, "rank": 3, "host": "b", "work": "compute", "seconds": 0.51234}
         | {"median seconds": 0.2, "factor": 2.5617},
-        "iteration 7 | straggler: rank 3 on b: compute takes 0.512 s, 2.56 times the median",
+        "iteration 7 | rank 3 on b is a straggler: compute takes 0.512 s, 2.56 times the median",
     ),
     (
         {"event": "hang", "iteration": 7, "ranks": [3], "host": "b", "phase": "optimizer", "kind": "stuck"},

@@ -209,6 +209,7 @@ def test_a_server_that_comes_back_gets_every_step_once(dies: bool, tmp_path: Pat
         longest = longest_write(recorder, range(4, 20))
         with wandb_server(port, server):
             recorder.close()
+    wandb.teardown()
     assert longest < 0.5
     assert only(server).series("lm loss") == [(step, float(step)) for step in range(1, 20)]
     assert server.unknown == []
