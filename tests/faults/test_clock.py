@@ -15,7 +15,8 @@ WALL_CLOCKS = {"time", "time_ns", "localtime", "gmtime", "now", "utcnow", "today
 TIME_STAMPS = {
     "megatron_fp8/commands/rank_zero_output.py": "the launcher's error file",
     "megatron_fp8/report/record.py": "when a record was made",
-    "megatron_fp8/report/wandb_sink.py": "when the run was opened, and records of others without a time",
+    "megatron_fp8/report/wandb_sink.py": "records of others without a time",
+    "megatron_fp8/report/views.py": "since when events are alerts",
     "megatron_fp8/report/tensorboard_sink.py": "TensorBoard's events",
     "megatron_fp8/data/index_cache.py": "the age of a directory, whose time is the file system's",
     "megatron_fp8/train/checkpointing.py": "when a checkpoint was written",
