@@ -58,7 +58,8 @@ def draw(points: Points, sections: Sequence[Section], path: Path) -> None:
             axis.set_axis_off()
         for axis, (title, names) in zip(axes, found.items(), strict=False):
             for name in names:
-                axis.plot(*zip(*points[name], strict=True), label=name, linewidth=1.2)
+                marker = "o" if len(points[name]) == 1 else None
+                axis.plot(*zip(*points[name], strict=True), label=name, linewidth=1.2, marker=marker)
             axis.set_title(title, fontsize=8)
             axis.tick_params(labelsize=6)
             if len(names) > 1:

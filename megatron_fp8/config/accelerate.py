@@ -1,4 +1,4 @@
-"""Owns what a Hugging Face Accelerate YAML means for the `precision` section.
+"""Translates a Hugging Face Accelerate YAML into the `precision` section.
 
 Every key of such a file is honoured, or belongs to starting processes (torchrun's matter here), or is named in a
 problem. A key that `fp8_config` leaves out has the value that Accelerate's `TERecipeKwargs` gives it, which is not

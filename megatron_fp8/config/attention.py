@@ -1,4 +1,4 @@
-"""Owns where attention on GPUs is not fused, and the memory that takes. Imports no torch.
+"""Where attention on GPUs is not fused, and the memory that takes. Imports no torch.
 
 Transformer Engine then computes the scores of all pairs of tokens, and keeps what autograd needs of them. Where it does
 is what its `get_attention_backend` decides for an image without flash-attn; `docs/gpu.md` has its answers, which a test

@@ -1,4 +1,4 @@
-"""Owns the check of a whole config: every mistake between its values, at once, before anything is started.
+"""Validates a whole config: every error between its values, at once, before anything starts.
 
 The rules lie in the `rules_*` files, one theme each. Imports no torch.
 """

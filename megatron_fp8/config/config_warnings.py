@@ -1,4 +1,4 @@
-"""Owns what is allowed in a config and still worth a word: keys without effect, sizes that cost more than they give.
+"""Warns of what is allowed but worth mentioning: keys without effect, sizes that cost more than they give.
 
 Imports no torch.
 """

@@ -1,5 +1,4 @@
-"""Owns what every rule about a config works with: the facts it reads, the finding it reports, and the values
-that would be right instead.
+"""What every rule about a config works with: the facts it reads, the finding it reports, and the values to use instead.
 
 A suggested value is never computed from a formula alone: it is put into the config and all rules are asked
 again, so that following it never leads to the next mistake. Imports no torch.

@@ -1,4 +1,4 @@
-"""Owns the schema seen as a flat table: one row per dotted key, with its kind, range, default and text.
+"""The schema as a flat table: one row per dotted key, with its kind, range, default and text.
 
 Reading, writing and the help of the command line all go through this table, so none of them can miss a key.
 Knows nothing of where values come from. Imports no torch.

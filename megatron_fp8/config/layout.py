@@ -1,4 +1,4 @@
-"""Owns the sizes that follow from a config, a world size and a vocabulary: what a rank holds.
+"""Derives sizes from a config, a world size and a vocabulary: what a rank holds.
 
 Whether the sizes fit is `config/check.py`'s matter. Imports no torch.
 """

@@ -1,4 +1,4 @@
-"""Owns where a config's values come from: files, their bases, the command line, the defaults.
+"""Loads a config: files, their bases, the command line, the defaults.
 
 Reports every mistake at once. What must hold between values is in `config/check.py`. This is the one module
 of the config that looks at the environment. Imports no torch.

@@ -1,4 +1,4 @@
-"""Owns the explanation of why the system refuses a path: the one place where an OSError becomes a reason.
+"""Explains why the system refuses a path: the one place where an OSError becomes a reason.
 
 Refusals are found before anything is written or a run is created; a pipe is never opened, since that would wait for a
 writer. Imports no torch.

@@ -1,4 +1,4 @@
-"""Owns the look at every place on the disk that a config names: may this user read it, or write there?
+"""Checks every path that a config names: may this user read it, or write there?
 
 Which keys name places is in the schema, as a mark on each (`config/limits.py`). What the files hold is not looked at,
 and that nothing is there is the matter of those who read it, unless it is a link to nowhere. Imports no torch.

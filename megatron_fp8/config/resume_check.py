@@ -1,4 +1,4 @@
-"""Owns what may differ between a config and that of the checkpoint which a run goes on from.
+"""Compares a config with that of the checkpoint a run resumes from: what may differ, and what may not.
 
 Three kinds of keys: those that make it another model or other data order, which are refused; those of the schedule,
 which are refused unless the config says that it means them; and those that may change, the interesting ones of which

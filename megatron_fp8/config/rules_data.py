@@ -1,4 +1,4 @@
-"""Owns which data keys a run needs, and which exclude one another. What the files hold is the data part's matter.
+"""Rules for the data keys: which a run needs, and which exclude one another. Files are checked elsewhere.
 
 Imports no torch.
 """

@@ -1,4 +1,4 @@
-"""Owns what must hold between the sizes of the model and the parallel sizes that share them. Imports no torch."""
+"""Rules for the sizes of the model and the parallel sizes that share them. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what must hold between learning rates and the lengths of the schedule's parts. Imports no torch."""
+"""Rules for learning rates and the lengths of the schedule's parts. Imports no torch."""
 
 from __future__ import annotations
 

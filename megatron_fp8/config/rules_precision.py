@@ -1,4 +1,4 @@
-"""Owns what must hold between the keys of the `precision` section: formats, layers, scales, what watches over FP8.
+"""Rules for the `precision` section: formats, layers, scales, FP8 health.
 
 Shapes are in `rules_precision_shapes.py`, masters and moments in `rules_precision_optimizer.py`. Imports no torch.
 """

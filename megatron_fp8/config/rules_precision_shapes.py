@@ -1,4 +1,4 @@
-"""Owns the shapes that FP8 GEMMs accept.
+"""Rules for the shapes that FP8 GEMMs accept.
 
 TE refuses an FP8 operand unless its last dimension is a multiple of 16 and the product of the others one of 8
 (`assert_dim_for_fp8_exec`), MXFP8 unless both are multiples of its block of 32 (`MXFP8Quantizer.is_quantizable`), and

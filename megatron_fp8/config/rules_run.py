@@ -1,4 +1,4 @@
-"""Owns what must hold for a run that is sent to wandb: names that it takes, and a login. Imports no torch, no wandb."""
+"""Rules for logging, faults and profiling, and the wandb login. Imports no torch, no wandb."""
 
 from __future__ import annotations
 

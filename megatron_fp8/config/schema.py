@@ -1,4 +1,4 @@
-"""Owns the config's sections and fields: names, units, ranges, defaults. Key names are Megatron's.
+"""The config's sections and fields: names, units, ranges, defaults. Key names are Megatron's.
 
 What must hold between fields is in `config/check.py`, where values come from in `config/load.py`, sizes that
 follow from them in `config/layout.py`. Imports no torch.

@@ -1,4 +1,4 @@
-"""Owns the `model` section of the config: every field, its unit and its range.
+"""The `model` and `precision` sections of the config: every field, its unit and its range.
 
 Knows nothing of other sections; what must hold between fields is in `config/check.py`. Imports no torch.
 """

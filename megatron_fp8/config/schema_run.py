@@ -1,4 +1,4 @@
-"""Owns what every config section has in common: frozen, no unknown keys, fields documented in place.
+"""What all config sections have in common (frozen, no unknown keys, documented fields), and small sections.
 
 Imports no torch.
 """

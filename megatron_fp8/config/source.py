@@ -1,4 +1,4 @@
-"""Owns reading config text: YAML files with their chain of bases, and `section.key=value` overrides.
+"""Reads config text: YAML files with their chain of bases, and `section.key=value` overrides.
 
 Every value stays a YAML node with its text and origin; what type it should have is not known here
 (`config/fields.py`), nor which keys exist (`config/load.py`). Nodes are never turned into objects by their

@@ -1,4 +1,4 @@
-"""Owns the look at whether this rank's device still has work, which never holds up who looks.
+"""Asks whether this rank's device still has work, without ever blocking the caller.
 
 A host that has run ahead until the launch queue is full stands in a launch, in any line of the program, and may hold
 the driver's lock while it does: the question is asked in a thread of its own, and no answer is one too. Must not know

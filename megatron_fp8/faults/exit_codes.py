@@ -1,4 +1,4 @@
-"""Owns the exit codes of the training program. Imports no torch."""
+"""The exit codes of the training program. Imports no torch."""
 
 from enum import IntEnum
 

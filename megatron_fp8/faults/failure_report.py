@@ -1,4 +1,4 @@
-"""Owns how a failing rank says so: its traceback where a person finds it, and a quick end of its process.
+"""Reports the failure of a rank: its traceback where the launcher looks for it, and a quick end of its process.
 
 Under `torchrun` the first failing rank's traceback is what the launcher prints last: torch's `record` leaves it in
 the file that the launcher reads. Must not know what was running.

@@ -1,4 +1,4 @@
-"""Owns that one job at a time writes into a run's directory: a lock of the system, which goes with the process.
+"""Lets one job at a time write into a run's directory: a lock of the system, which ends with the process.
 
 A job takes it before it looks for the checkpoint to go on from: what it chose is then still the newest when it goes on.
 

@@ -1,4 +1,4 @@
-"""Owns the signals that ask a run to stop: noticed at once, obeyed by all ranks together at the end of a step.
+"""Signals that ask a run to stop: noticed at once, obeyed by all ranks together at the end of a step.
 
 A signal may reach one rank only (a scheduler's pre-emption, an operator's kill); each step the ranks vote, and one
 vote is enough. Must not know what is saved.

@@ -1,4 +1,4 @@
-"""Owns the assembly of this rank's model chunks: stages, initial weights, Megatron's DDP around each.
+"""Assembles this rank's model chunks: stages, initial weights, Megatron's DDP around each.
 
 Must not know the optimizer or the loop.
 """

@@ -1,4 +1,4 @@
-"""Owns one pipeline stage of the GPT model: what it computes, and what Megatron's schedules ask of a model.
+"""One pipeline stage of the GPT model: what it computes, and what Megatron's schedules ask of a model.
 
 Must not know how stages are wired together, optimizers, or which number formats exist: the precision manager says
 in which region each layer runs.

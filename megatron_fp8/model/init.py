@@ -1,4 +1,4 @@
-"""Owns the initial weights: the same in every parallel layout.
+"""Initial weights, which are the same in every parallel layout.
 
 A parameter's values depend on the seed and its global name (layers counted over the whole model) only: each rank
 draws the whole parameter from a generator of its own and keeps its part. Drawn on the CPU in FP32, so that a laptop

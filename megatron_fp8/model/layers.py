@@ -1,4 +1,4 @@
-"""Owns how Transformer Engine's modules are made from the config: blocks, final norm, head, rotary embedding.
+"""Makes Transformer Engine's modules from the config: blocks, final norm, head, rotary embedding.
 
 Must not know pipeline stages or when the modules run.
 """

@@ -1,4 +1,4 @@
-"""Owns one table: for every kind of parameter, the axis that tensor parallelism divides and its fused parts.
+"""For every kind of parameter, the axis that tensor parallelism shards and its fused parts, in one table.
 
 Whoever needs to know how a parameter lies on the ranks (initialization, checkpoints, export) asks here. Must not know
 process groups.

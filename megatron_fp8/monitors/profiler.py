@@ -1,4 +1,4 @@
-"""Owns a trace of a few steps by torch's profiler: when it runs, its files, and what cost most.
+"""Traces a few steps with torch's profiler: when it runs, its files, and what cost most.
 
 A file a rank for Chrome's and Perfetto's viewers, a table beside it, and a record with the largest costs of the first
 traced rank. What a step computes does not depend on it. Must not know what a step does.

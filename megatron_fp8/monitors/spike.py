@@ -1,4 +1,4 @@
-"""Owns when a training loss is a spike: how far above the recent losses, for how many steps.
+"""Detects spikes of the training loss: how far above the recent losses, for how many steps.
 
 What is normal is said by the median and the median absolute deviation (MAD) of the newest losses. Single outliers
 change neither, while they would pull a mean up and widen a standard deviation until the next spike is not seen. A loss

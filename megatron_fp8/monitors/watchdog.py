@@ -1,4 +1,4 @@
-"""Owns that a job which hangs ends, and that its end names the rank that held it up.
+"""Ends a job that hangs, and names the rank that causes it.
 
 Every rank has a thread that posts what the rank does (`heartbeat`) to the store, and looks for a verdict there. The
 thread of a rank that has stood still for too long posts the stacks of its threads too, looks at all ranks twice, and

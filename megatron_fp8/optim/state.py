@@ -1,4 +1,4 @@
-"""Owns access to the optimizer's state by model parameter: masters, moments, step, loss scale.
+"""Accesses the optimizer's state by model parameter: master weights, moments, step, loss scale.
 
 Whatever optimizer Megatron made (distributed or not, with FP32 parameters, with TE's scaled low-precision states),
 a rank's state is a list of parts: flat FP32 values of a range of one parameter. Must not know files or layouts.

@@ -1,4 +1,4 @@
-"""Owns which sinks a run has by its config, where their files lie, and that each is guarded. Imports no torch.
+"""Which sinks a run has by its config, where their files lie, and that each is guarded. Imports no torch.
 
 Sinks come in the order in which they get a record: the record itself is first, so that views can be made from it.
 """

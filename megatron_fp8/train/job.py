@@ -1,4 +1,4 @@
-"""Owns one training job from a checked config to its end: puts the parts together and takes them down again.
+"""One training job from a validated config to its end: puts the parts together and takes them down again.
 
 Everything is handed on as an argument; nothing here computes.
 """
