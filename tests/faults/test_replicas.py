@@ -217,7 +217,7 @@ def test_a_flipped_bit_is_named_and_a_clean_run_is_left_alone(layout: str) -> No
         assert len(set(errors)) == 1, "every rank ends with the same words"
         assert f"replicas differ at iteration 2: {name}" in errors[0]
         assert f"rank {victim} (" in errors[0]
-        assert "alike at iteration 1" in errors[0]
+        assert "agreed at iteration 1" in errors[0]
         (record,) = found[0][number][3]
         assert record["event"] == "replica"
         assert record["first tensor"] == name
