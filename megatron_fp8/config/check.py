@@ -14,6 +14,7 @@ from megatron_fp8.config.load import LoadedConfig
 from megatron_fp8.config.problem import Problem
 from megatron_fp8.config.rules_data import check_data_keys, check_length
 from megatron_fp8.config.rules_model import check_model
+from megatron_fp8.config.rules_model_form import check_model_form
 from megatron_fp8.config.rules_optimizer import check_optimizer
 from megatron_fp8.config.rules_parallel import check_parallel, check_sizes
 from megatron_fp8.config.rules_precision import check_precision
@@ -39,6 +40,7 @@ class DataReport:
 def all_findings(facts: Facts) -> Iterator[Finding]:
     """Every mistake by every rule."""
     yield from check_model(facts)
+    yield from check_model_form(facts)
     yield from check_parallel(facts)
     yield from check_sizes(facts)
     yield from check_precision(facts)

@@ -275,7 +275,18 @@ def _model(config: Config) -> Iterator[Idle]:
     model = config.model
     reason = f"model.position_embedding_type is {model.position_embedding_type}"
     if model.position_embedding_type != "rope":
-        yield ["model.rotary_base", "model.rotary_percent"], reason, "leave the key out"
+        keys = [key for key in config_fields() if key.startswith(("model.rotary_", "model.rope_", "model.no_rope_"))]
+        yield keys, reason, "leave the key out"
+    elif model.rope_scaling_type != "longrope":
+        keys = ["model.rope_short_factor", "model.rope_long_factor"]
+        kind = model.rope_scaling_type
+        keys += ["model.rope_beta_fast", "model.rope_beta_slow", "model.rope_truncate"] if kind != "yarn" else []
+        keys += ["model.rope_low_freq_factor", "model.rope_high_freq_factor"] if kind != "llama3" else []
+        keys += ["model.rope_attention_factor"] if kind != "yarn" else []
+        keys += ["model.rope_scaling_factor", "model.original_max_position_embeddings"] if kind == "none" else []
+        yield keys, f"model.rope_scaling_type is {kind}", "another model.rope_scaling_type, or leave the key out"
+    if model.window_size is None:
+        yield ["model.window_attn_skip_freq"], "model.window_size is null", "model.window_size=[N,0]"
     if model.recompute_granularity == "none":
         reason = "model.recompute_granularity is none"
         yield ["model.recompute_num_layers"], reason, "model.recompute_granularity=full"

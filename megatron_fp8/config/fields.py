@@ -21,10 +21,10 @@ from pydantic.fields import FieldInfo
 from megatron_fp8.config.limits import Place, RealLimit, WholeLimit
 from megatron_fp8.config.schema import Config
 
-Kind = Literal["int", "float", "bool", "str", "choice", "strings", "ints", "bools"]
+Kind = Literal["int", "float", "bool", "str", "choice", "strings", "ints", "floats", "bools"]
 
 _KIND_OF_TYPE: dict[Any, Kind] = {int: "int", float: "float", bool: "bool", str: "str"}
-_KIND_OF_ITEMS: dict[Any, Kind] = {str: "strings", int: "ints", bool: "bools"}
+_KIND_OF_ITEMS: dict[Any, Kind] = {str: "strings", int: "ints", float: "floats", bool: "bools"}
 _TEXT_OF_KIND = {
     "int": "an integer",
     "float": "a number",
@@ -32,6 +32,7 @@ _TEXT_OF_KIND = {
     "str": "a string",
     "strings": "a list of strings",
     "ints": "a list of integers",
+    "floats": "a list of numbers",
     "bools": "a list of booleans (true or false)",
 }
 _WITHIN = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
@@ -275,7 +276,7 @@ def _to_choice(text: str, spec: FieldSpec) -> Any:
     raise ValueMismatchError(f"not one of {', '.join(str(choice) for choice in spec.choices)}")
 
 
-_ITEM_READERS = {"strings": _to_text, "ints": _to_integer, "bools": _to_bool}
+_ITEM_READERS = {"strings": _to_text, "ints": _to_integer, "floats": _to_float, "bools": _to_bool}
 _SCALAR_READERS = {
     "str": _to_text,
     "int": _to_integer,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_fp8.config.layer_kinds import mlp_has_bias, qkv_has_bias
 from megatron_fp8.config.schema import Config, ModelConfig
 
-GATED_ACTIVATIONS = frozenset({"geglu", "reglu", "swiglu"})
+GATED_ACTIVATIONS = frozenset({"geglu", "reglu", "swiglu", "exact_geglu"})
 
 
 @dataclass(frozen=True)
@@ -194,24 +195,44 @@ def block_gemms(config: Config) -> tuple[GemmShape, ...]:
 def block_parameters(model: ModelConfig) -> tuple[ParameterShape, ...]:
     """What a block learns, in the order of its parts."""
     hidden, attention = model.hidden_size, model.num_attention_heads * head_size(model)
+    has_pre_norms, shares_norm = model.norm_placement != "post", model.parallel_attention_mlp == "shared_norm"
     shapes: list[ParameterShape] = []
-    for name, rows, columns, column_parallel in (
-        ("qkv", qkv_rows(model), hidden, True),
-        ("proj", hidden, attention, False),
-        ("fc1", fc1_rows(model), hidden, True),
-        ("fc2", hidden, mlp_size(model), False),
+    for name, rows, columns, column_parallel, has_bias in (
+        ("qkv", qkv_rows(model), hidden, True, qkv_has_bias(model)),
+        ("proj", hidden, attention, False, model.add_bias_linear),
+        ("fc1", fc1_rows(model), hidden, True, mlp_has_bias(model)),
+        ("fc2", hidden, mlp_size(model), False, mlp_has_bias(model)),
     ):
-        if column_parallel:
+        if column_parallel and has_pre_norms and not (name == "fc1" and shares_norm):
             shapes.append(ParameterShape(f"norm before {name}", norm_parameters(model), is_divided=False))
         shapes.append(ParameterShape(f"{name} weight", rows * columns, is_divided=True, is_gemm_weight=True))
-        if model.add_bias_linear:
+        if has_bias:
             shapes.append(ParameterShape(f"{name} bias", rows, is_divided=column_parallel))
+        if name == "qkv":
+            shapes += _head_parameters(model)
+        if not column_parallel and model.norm_placement != "pre":
+            shapes.append(ParameterShape(f"norm after {name}", norm_parameters(model), is_divided=False))
     return tuple(shapes)
 
 
-def norm_parameters(model: ModelConfig) -> int:
-    """Parameters of one norm."""
-    return model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
+def _head_parameters(model: ModelConfig) -> list[ParameterShape]:
+    """What attention learns beside its linear layers."""
+    shapes, size = [], head_size(model)
+    if model.qk_layernorm == "all_heads":
+        features = (model.num_attention_heads + query_groups(model)) * size
+        shapes.append(ParameterShape("norm of queries and keys", features, is_divided=True))
+    elif model.qk_layernorm != "none":
+        shapes.append(ParameterShape("norm of queries and keys", 2 * norm_parameters(model, size), is_divided=False))
+    if model.softmax_type == "learnable":
+        shapes.append(ParameterShape("attention sinks", model.num_attention_heads, is_divided=True))
+    return shapes
+
+
+def norm_parameters(model: ModelConfig, features: int | None = None) -> int:
+    """Parameters of one norm, over the residual stream or over `features`."""
+    if not model.norm_affine:
+        return 0
+    return (features or model.hidden_size) * (2 if model.normalization == "LayerNorm" else 1)
 
 
 def position_parameters(model: ModelConfig) -> int:
@@ -221,10 +242,16 @@ def position_parameters(model: ModelConfig) -> int:
     return (model.max_position_embeddings or model.seq_length) * model.hidden_size
 
 
+def head_parameters(model: ModelConfig, rows: int) -> int:
+    """Parameters that the head has for itself, of `rows` vocabulary entries: its weight if untied, its bias."""
+    per_row = model.hidden_size if model.untie_embeddings_and_output_weights else 0
+    return rows * (per_row + model.add_output_bias)
+
+
 def count_parameters(model: ModelConfig, padded_vocab_size: int) -> int:
     """Parameters of the whole model, rows of the padded vocabulary included."""
     block = sum(shape.size for shape in block_parameters(model))
-    vocabulary = padded_vocab_size * model.hidden_size * (2 if model.untie_embeddings_and_output_weights else 1)
+    vocabulary = padded_vocab_size * model.hidden_size + head_parameters(model, padded_vocab_size)
     return model.num_layers * block + norm_parameters(model) + vocabulary + position_parameters(model)
 
 

@@ -55,14 +55,82 @@ class ModelConfig(Section):
     """RoPE's base: the longest wavelength is 2 pi x rotary_base tokens."""
     rotary_percent: float = Field(default=1.0, gt=0, le=1)
     """Share of each head's features that RoPE rotates."""
+    rotary_interleaved: bool = False
+    """Rotate neighboring features (GPT-J, GLM); false: each feature of a head's first half with one of the second."""
+    rotary_base_local: float | None = Field(default=None, ge=MIN_ROTARY_BASE, le=MAX_ROTARY_BASE)
+    """RoPE's base in layers with a sliding window, which have no rope_scaling then (Gemma 3); null: rotary_base."""
+    no_rope_freq: list[int] | None = None
+    """Layers without RoPE: a number N: every N-th; or one number a layer, 1: no RoPE."""
+    rope_scaling_type: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
+    """How RoPE's frequencies are scaled for longer sequences, as `transformers` defines it."""
+    rope_scaling_factor: float | None = Field(default=None, ge=1, le=MAX_POSITIONS)
+    """Sequence length over the original one; required by every rope_scaling_type but longrope."""
+    original_max_position_embeddings: int | None = Field(default=None, ge=1, le=MAX_POSITIONS)
+    """Tokens of a sequence before RoPE was scaled; null: max_position_embeddings."""
+    rope_low_freq_factor: float = Field(default=1.0, gt=0, le=MAX_POSITIONS)
+    """llama3: wavelengths above original_max_position_embeddings over this are scaled in full."""
+    rope_high_freq_factor: float = Field(default=4.0, gt=0, le=MAX_POSITIONS)
+    """llama3: wavelengths below original_max_position_embeddings over this are not scaled."""
+    rope_beta_fast: float = Field(default=32.0, gt=0, le=MAX_POSITIONS)
+    """yarn: features that make more rotations than this over the original length are not scaled."""
+    rope_beta_slow: float = Field(default=1.0, gt=0, le=MAX_POSITIONS)
+    """yarn: features that make fewer rotations than this over the original length are scaled in full."""
+    rope_truncate: bool = True
+    """yarn: round the two bounds between features to whole features."""
+    rope_attention_factor: float | None = Field(default=None, gt=0, le=MAX_POSITIONS)
+    """yarn, longrope: factor on rotated queries and keys; null: what the scaling's paper derives from its factor."""
+    rope_short_factor: list[float] | None = None
+    """longrope: divisor of each frequency where seq_length is at most original_max_position_embeddings."""
+    rope_long_factor: list[float] | None = None
+    """longrope: divisor of each frequency where seq_length is longer."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     """Kind of every norm."""
     norm_epsilon: float = Field(default=1e-5, ge=FP32_SMALLEST_NORMAL, le=MAX_EPSILON)
     """Added to the variance inside every norm."""
-    activation: Literal["gelu", "geglu", "relu", "reglu", "srelu", "swiglu"] = "swiglu"
-    """MLP activation; gated ones double the rows of the first MLP weight."""
+    layernorm_zero_centered_gamma: bool = False
+    """Norms multiply by 1 + weight, and the weights start at 0 (Gemma, Nemotron)."""
+    norm_affine: bool = True
+    """Norms learn a weight, and LayerNorm a bias; false: norms learn nothing (OLMo 1)."""
+    norm_placement: Literal["pre", "post", "pre_and_post"] = "pre"
+    """Norms of attention and MLP: on their inputs, on their outputs before these are added (OLMo 2), or on both
+    (Gemma 2)."""
+    qk_layernorm: Literal["none", "per_head", "per_head_after_rope", "all_heads"] = "none"
+    """Norm of queries and keys: of each head, before RoPE (Qwen 3) or after it, or of all heads together (OLMo 2)."""
+    parallel_attention_mlp: Literal["none", "separate_norms", "shared_norm"] = "none"
+    """Attention and MLP read the same input and are added together, with a norm each (GPT-NeoX) or one for both
+    (Phi)."""
+    activation: Literal[
+        "gelu", "geglu", "relu", "reglu", "srelu", "swiglu", "silu", "qgelu", "exact_gelu", "exact_geglu"
+    ] = "swiglu"
+    """MLP activation; gated ones double the rows of the first MLP weight. gelu, geglu: by tanh, in Transformer
+    Engine's fused kernels; exact_gelu, exact_geglu: by erf, in torch's."""
     add_bias_linear: bool = False
-    """Biases on the linear layers."""
+    """Biases on the linear layers of the blocks."""
+    add_qkv_bias: bool | None = None
+    """Biases on QKV; null: add_bias_linear."""
+    add_mlp_bias: bool | None = None
+    """Biases in the MLP; null: add_bias_linear."""
+    add_output_bias: bool = False
+    """A bias on the logits."""
+    window_size: list[int] | None = Field(default=None, min_length=2, max_length=2)
+    """Sliding window of attention, `[left, 0]`: a token attends to itself and the `left` tokens before it; null: to
+    all."""
+    window_attn_skip_freq: list[int] | None = None
+    """Layers that window_size leaves out: a number N: every N-th; or one number a layer, 1: window; null: none."""
+    softmax_scale: float | None = Field(default=None, gt=0, le=MAX_FEATURES)
+    """Factor on attention's scores; null: 1 / sqrt(features per head)."""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """Attention sink: none, 1 added to softmax's denominator, or exp of a number that each head learns (gpt-oss)."""
+    attn_logit_softcapping: float | None = Field(default=None, gt=0, le=MAX_FEATURES)
+    """Cap c of attention's scores s: c tanh(s / c); null: none."""
+    final_logit_softcapping: float | None = Field(default=None, gt=0, le=MAX_FEATURES)
+    """Cap c of the logits s: c tanh(s / c); null: none."""
+    embedding_multiplier: float = Field(default=1.0, gt=0, le=MAX_FEATURES)
+    """Factor on the word embeddings."""
+    residual_multiplier: float = Field(default=1.0, gt=0, le=MAX_FEATURES)
+    """Factor on what attention and MLP add to the residual stream."""
+    logits_scaling: float = Field(default=1.0, gt=0, le=MAX_FEATURES)
+    """What the logits are divided by."""
     untie_embeddings_and_output_weights: bool = True
     """Give the output layer its own weight; false: tie it to the word embedding."""
     fuse_qkv_params: bool = True

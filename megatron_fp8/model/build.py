@@ -51,6 +51,7 @@ def build_model(
         num_layers=config.model.num_layers,
         vocab_size=vocab_size,
         activation=config.model.activation,
+        zero_centered_norms=config.model.layernorm_zero_centered_gamma,
     )
     chunks = []
     for stage in stages:

@@ -14,10 +14,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
-from transformer_engine.pytorch.attention import InferenceParams, RotaryPositionEmbedding
+from transformer_engine.pytorch.attention import InferenceParams
 
+from megatron_fp8.config.layer_kinds import has_rope, uses_local_rope
 from megatron_fp8.config.schema import ModelConfig
 from megatron_fp8.model.layers import Embedding, LayerFactory, attention_arguments, set_qkv_format
+from megatron_fp8.model.rotary import rotary_embedding
 from megatron_fp8.precision.manager import PrecisionManager
 
 
@@ -69,10 +71,10 @@ class GPTStage(MegatronModule):  # type: ignore[misc]
             positions = None
             if model.position_embedding_type == "learned_absolute" and spec.pre_process:
                 positions = model.max_position_embeddings or model.seq_length
-            self.embedding = Embedding(config, padded_vocab_size, positions, factory.tp)
-        self.rotary: RotaryPositionEmbedding | None = None
-        if model.position_embedding_type == "rope":
-            self.rotary = factory.rotary()
+            self.embedding = Embedding(config, padded_vocab_size, positions, factory.tp, model.embedding_multiplier)
+        self._rotary = [rotary_embedding(model)] if model.position_embedding_type == "rope" else []
+        if model.rotary_base_local is not None:
+            self._rotary.append(rotary_embedding(model, local=True))
         self.layers = nn.ModuleList(self._make_layer(spec.first_layer + i) for i in range(spec.num_layers))
         if spec.post_process:
             self.final_norm = factory.final_norm()
@@ -149,9 +151,7 @@ class GPTStage(MegatronModule):  # type: ignore[misc]
             return hidden
         if cu_seqlens is not None:
             hidden = hidden.unsqueeze(1)
-        # A copy of its own: the cross entropy works in place on what is FP32 already.
-        logits: Tensor = self.output_layer(self.final_norm(hidden)).to(torch.float32, copy=True)
-        self._mask_padded_vocab(logits)
+        logits = self._logits(hidden)
         if labels is None:
             return logits
         losses: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous())
@@ -173,14 +173,30 @@ class GPTStage(MegatronModule):  # type: ignore[misc]
         """
         hidden = self._blocks(self.embedding(tokens, position_ids), None, tokens.shape[1], cache)
         hidden = hidden[last, torch.arange(len(last), device=last.device)].unsqueeze(0)
+        return self._logits(hidden).squeeze(0)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """FP32 `[s, b, padded_vocab / tp]`, scaled and capped."""
+        model = self._factory.model
+        # A copy of its own: the cross entropy works in place on what is FP32 already.
         logits: Tensor = self.output_layer(self.final_norm(hidden)).to(torch.float32, copy=True)
+        if model.logits_scaling != 1.0:
+            logits = logits / model.logits_scaling
+        if (cap := model.final_logit_softcapping) is not None:
+            logits = cap * torch.tanh(logits / cap)
         self._mask_padded_vocab(logits)
-        return logits.squeeze(0)
+        return logits
+
+    def _angles(self, longest: int) -> list[Tensor | None]:
+        """RoPE's angles for each of the stage's layers; None: it has no RoPE."""
+        model, numbers = self._factory.model, range(self.spec.first_layer, self.spec.first_layer + len(self.layers))
+        tables = [rotary(max(self._factory.seq_length, longest)) for rotary in self._rotary]
+        return [tables[uses_local_rope(model, n)] if has_rope(model, n) else None for n in numbers]
 
     def _blocks(
         self, hidden: Tensor, cu_seqlens: Tensor | None, longest: int, cache: InferenceParams | None = None
     ) -> Tensor:
-        rope = self.rotary(max(self._factory.seq_length, longest)) if self.rotary is not None else None
+        angles = self._angles(longest)
         attention = attention_arguments(cu_seqlens, longest, cache)
         for index, layer in enumerate(self.layers):
             number = self.spec.first_layer + index
@@ -194,13 +210,13 @@ class GPTStage(MegatronModule):  # type: ignore[misc]
                         layer,
                         hidden,
                         is_first_microbatch=first,
-                        rotary_pos_emb=rope,
+                        rotary_pos_emb=angles[index],
                         **attention,
                         get_rng_state_tracker=tensor_parallel.get_cuda_rng_tracker,
                         tp_group=self._factory.tp,
                     )
                 else:
-                    hidden = layer(hidden, is_first_microbatch=first, rotary_pos_emb=rope, **attention)
+                    hidden = layer(hidden, is_first_microbatch=first, rotary_pos_emb=angles[index], **attention)
         self.is_first_microbatch = False
         return hidden
 

@@ -25,8 +25,8 @@ class InitSettings:
     """What the initial weights depend on.
 
     Matrices are normal with `std`, output projections with `std / sqrt(2 num_layers)` (GPT-2, section 2.3; Megatron's
-    `scaled_init_method_normal`); norm weights are 1; biases are 0; rows of padded vocabulary entries are 0.
-    `vocab_size`: entries before padding.
+    `scaled_init_method_normal`); norm weights are 1, or 0 with `zero_centered_norms`; biases and attention sinks are 0;
+    rows of padded vocabulary entries are 0. `vocab_size`: entries before padding.
     """
 
     seed: int
@@ -34,6 +34,7 @@ class InitSettings:
     num_layers: int
     vocab_size: int
     activation: str
+    zero_centered_norms: bool = False
 
 
 @torch.no_grad()
@@ -52,11 +53,11 @@ def init_parameters(named: Iterable[tuple[str, nn.Parameter]], settings: InitSet
 
 def initial_value(name: str, shape: list[int], settings: InitSettings) -> torch.Tensor:
     """The whole parameter's initial value: FP32 on the CPU, of the given whole shape."""
-    if "norm" in name.rsplit(".", 1)[-1] or "final_norm" in name:
-        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-    if name.endswith("bias"):
-        return torch.zeros(shape)
     sharding = parameter_sharding(name, settings.activation)
+    if sharding.is_norm and not settings.zero_centered_norms:
+        return torch.ones(shape)
+    if sharding.is_norm or name.endswith(("bias", "softmax_offset")):
+        return torch.zeros(shape)
     std = settings.std
     if sharding.is_output_projection:
         std /= math.sqrt(2.0 * settings.num_layers)

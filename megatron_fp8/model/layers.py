@@ -1,4 +1,4 @@
-"""Makes Transformer Engine's modules from the config: blocks, final norm, head, rotary embedding.
+"""Makes a stage's modules from the config: embedding, blocks, final norm, head.
 
 Must not know pipeline stages or when the modules run.
 """
@@ -15,27 +15,15 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformer_engine.pytorch.attention import InferenceParams, RotaryPositionEmbedding
+from transformer_engine.pytorch.attention import InferenceParams
 
-from megatron_fp8.config.layout import Layout
-from megatron_fp8.config.schema import ModelConfig
-
-
-def _zeros(weight: Tensor) -> Tensor:
-    """The values come from `model/init.py`; until then zeros, since FP8 weights enter their amax into the history."""
-    return nn.init.zeros_(weight)
+from megatron_fp8.model.block import Block
+from megatron_fp8.model.block_shape import BlockShape
 
 
 @dataclass(frozen=True)
-class LayerFactory:
-    """Makes the modules of a stage; `tp` is the tensor-parallel group, `dtype` that of the parameters."""
-
-    model: ModelConfig
-    layout: Layout
-    tp: ProcessGroup
-    sequence_parallel: bool
-    dtype: torch.dtype
-    device: torch.device
+class LayerFactory(BlockShape):
+    """Makes the modules of a stage."""
 
     @property
     def seq_length(self) -> int:
@@ -48,73 +36,23 @@ class LayerFactory:
             return 0
         return num_layers if self.model.recompute_num_layers is None else self.model.recompute_num_layers
 
-    def layer(self, index: int) -> te.TransformerLayer:
+    def layer(self, index: int) -> Block:
         """The block with global number `index`, from 0."""
-        model = self.model
-        return te.TransformerLayer(
-            model.hidden_size,
-            self.layout.ffn_hidden_size,
-            model.num_attention_heads,
-            num_gqa_groups=self.layout.num_query_groups,
-            kv_channels=self.layout.kv_channels,
-            layernorm_epsilon=model.norm_epsilon,
-            hidden_dropout=model.hidden_dropout,
-            attention_dropout=model.attention_dropout,
-            init_method=_zeros,
-            output_layer_init_method=_zeros,
-            layer_number=index + 1,
-            self_attn_mask_type="causal",
-            tp_group=self.tp,
-            tp_size=self.tp.size(),
-            params_dtype=self.dtype,
-            get_rng_state_tracker=tensor_parallel.get_cuda_rng_tracker,
-            # TE accumulates into main_grad inside the GEMM for the fused QKV weight only.
-            fuse_wgrad_accumulation=model.fuse_qkv_params,
-            fuse_qkv_params=model.fuse_qkv_params,
-            sequence_parallel=self.sequence_parallel,
-            set_parallel_mode=True,
-            bias=model.add_bias_linear,
-            activation=model.activation,
-            normalization=model.normalization,
-            attn_input_format="sbhd",
-            device=self.device,
-            name=f"layers.{index}",
-        )
+        return Block(self, index)
 
     def final_norm(self) -> nn.Module:
         """The norm before the head."""
-        kind: type[nn.Module] = te.LayerNorm if self.model.normalization == "LayerNorm" else te.RMSNorm
-        return kind(
-            self.model.hidden_size,
-            eps=self.model.norm_epsilon,
-            sequence_parallel=self.sequence_parallel,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        return self.make_norm(self.model.hidden_size)
 
     def output_layer(self, padded_vocab_size: int) -> te.Linear:
         """The head: column-parallel, logits stay divided; outside the FP8 region, so in the parameters' dtype."""
         return te.Linear(
             self.model.hidden_size,
             padded_vocab_size,
-            bias=False,
+            bias=self.model.add_output_bias,
             parallel_mode="column",
-            tp_group=self.tp,
-            tp_size=self.tp.size(),
-            sequence_parallel=self.sequence_parallel,
-            params_dtype=self.dtype,
-            get_rng_state_tracker=tensor_parallel.get_cuda_rng_tracker,
-            fuse_wgrad_accumulation=True,
-            init_method=_zeros,
-            device=self.device,
             name="output_layer",
-        )
-
-    def rotary(self) -> RotaryPositionEmbedding:
-        """RoPE's angles."""
-        rotated = self.layout.kv_channels
-        return RotaryPositionEmbedding(
-            rotated, rotary_percent=self.model.rotary_percent, rotary_base=self.model.rotary_base
+            **{**self.linear, "fuse_wgrad_accumulation": True},
         )
 
 
@@ -148,7 +86,12 @@ class Embedding(nn.Module):
     """Vocabulary-parallel word embedding, plus a learned position table if `num_positions` is given."""
 
     def __init__(
-        self, config: TransformerConfig, padded_vocab_size: int, num_positions: int | None, tp: ProcessGroup
+        self,
+        config: TransformerConfig,
+        padded_vocab_size: int,
+        num_positions: int | None,
+        tp: ProcessGroup,
+        multiplier: float = 1.0,
     ) -> None:
         super().__init__()
         self._sequence_parallel = config.sequence_parallel
@@ -157,6 +100,8 @@ class Embedding(nn.Module):
         self.word_embeddings = tensor_parallel.VocabParallelEmbedding(
             padded_vocab_size, config.hidden_size, init_method=config.init_method, config=config, tp_group=tp
         )
+        # In the parameters' format, as Gemma was trained: its factor, sqrt(hidden_size), is seldom a BF16 number.
+        self._multiplier = float(torch.tensor(multiplier, dtype=self.word_embeddings.weight.dtype))
         self.position_embeddings: nn.Embedding | None = None
         if num_positions is not None:
             weight = self.word_embeddings.weight
@@ -168,6 +113,8 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         """Embed `tokens` `[b, s]`; returns `[s, b, h]`, or `[s / tp, b, h]` with sequence parallelism."""
         hidden = self.word_embeddings(tokens)
+        if self._multiplier != 1.0:
+            hidden = hidden * self._multiplier
         if self.position_embeddings is not None:
             table = self.position_embeddings
             # As Megatron's word embedding does; torch makes the backward pass of indexing one of a fixed order.

@@ -43,6 +43,8 @@ def transformer_config(config: Config, layout: Layout, policy: PrecisionPolicy) 
         attention_dropout=model.attention_dropout,
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
+        # Gradients of norms that every tensor-parallel rank applies to its own heads are added up over these ranks.
+        qk_layernorm=model.qk_layernorm in ("per_head", "per_head_after_rope"),
         init_method=_keep,
         output_layer_init_method=_keep,
         **model_formats(policy),

@@ -18,13 +18,14 @@ class ParameterSharding:
     `axis`: the tensor axis that is divided; None: every rank holds the whole. `num_parts`: parameters that are
     stacked along `axis`, each divided by itself (the gate and the up projection of a gated MLP).
     `is_output_projection`: writes into the residual stream, so its initial weights are scaled down.
-    `is_padded_vocab`: its rows are vocabulary entries, padding last.
+    `is_padded_vocab`: its rows are vocabulary entries, padding last. `is_norm`: what a norm multiplies by.
     """
 
     axis: int | None
     num_parts: int = 1
     is_output_projection: bool = False
     is_padded_vocab: bool = False
+    is_norm: bool = False
 
     def local_shard(self, full: torch.Tensor, tp_rank: int, tp_size: int) -> torch.Tensor:
         """This rank's part of the whole parameter."""
@@ -47,34 +48,51 @@ _WHOLE = ParameterSharding(axis=None)
 _VOCAB = ParameterSharding(axis=0, is_padded_vocab=True)
 _GATED_COLUMN = ParameterSharding(axis=0, num_parts=2)
 
+_NORM = ParameterSharding(axis=None, is_norm=True)
+_HEADS_NORM = ParameterSharding(axis=0, is_norm=True)
+
 # The end of a parameter's name -> how it is divided. With `fuse_qkv_params` the QKV rows are ordered by query group
-# (TE's interleaved order), so that a contiguous block of rows holds whole groups.
+# (TE's interleaved order), so that a contiguous block of rows holds whole groups. `qkv` and `layernorm_mlp.fc1` are the
+# modules of blocks without norms before them, and of activations without a kernel.
 _TABLE: dict[str, ParameterSharding] = {
     "embedding.word_embeddings.weight": _VOCAB,
     "embedding.position_embeddings.weight": _WHOLE,
-    "layernorm_qkv.layer_norm_weight": _WHOLE,
-    "layernorm_qkv.layer_norm_bias": _WHOLE,
-    "layernorm_qkv.weight": _COLUMN,
-    "layernorm_qkv.bias": _COLUMN,
-    "layernorm_qkv.query_weight": _COLUMN,
-    "layernorm_qkv.query_bias": _COLUMN,
-    "layernorm_qkv.key_weight": _COLUMN,
-    "layernorm_qkv.key_bias": _COLUMN,
-    "layernorm_qkv.value_weight": _COLUMN,
-    "layernorm_qkv.value_bias": _COLUMN,
+    **{
+        f"{module}.{part}{kind}": _COLUMN
+        for module in ("layernorm_qkv", "self_attention.qkv")
+        for part in ("", "query_", "key_", "value_")
+        for kind in ("weight", "bias")
+    },
+    "self_attention.q_layernorm.weight": _NORM,
+    "self_attention.q_layernorm.bias": _WHOLE,
+    "self_attention.k_layernorm.weight": _NORM,
+    "self_attention.k_layernorm.bias": _WHOLE,
+    "self_attention.q_norm.weight": _HEADS_NORM,
+    "self_attention.k_norm.weight": _HEADS_NORM,
+    "core_attention.softmax_offset": _COLUMN,
     "self_attention.proj.weight": _ROW,
     "self_attention.proj.bias": _WHOLE,
-    "layernorm_mlp.layer_norm_weight": _WHOLE,
-    "layernorm_mlp.layer_norm_bias": _WHOLE,
-    "layernorm_mlp.fc1_weight": _COLUMN,
-    "layernorm_mlp.fc1_bias": _COLUMN,
-    "layernorm_mlp.fc2_weight": _ROW,
-    "layernorm_mlp.fc2_bias": _WHOLE,
-    "final_norm.weight": _WHOLE,
-    "final_norm.bias": _WHOLE,
+    "layer_norm_weight": _NORM,
+    "layer_norm_bias": _WHOLE,
+    **{
+        f"layernorm_mlp.{layer}{separator}{kind}": sharding
+        for separator in ("_", ".")
+        for layer, kind, sharding in (
+            ("fc1", "weight", _COLUMN),
+            ("fc1", "bias", _COLUMN),
+            ("fc2", "weight", _ROW),
+            ("fc2", "bias", _WHOLE),
+        )
+    },
+    **{
+        f"{norm}.{kind}": sharding
+        for norm in ("post_attention_norm", "post_mlp_norm", "final_norm")
+        for kind, sharding in (("weight", _NORM), ("bias", _WHOLE))
+    },
     "output_layer.weight": _VOCAB,
+    "output_layer.bias": _VOCAB,
 }
-_GATED_NAMES = ("layernorm_mlp.fc1_weight", "layernorm_mlp.fc1_bias")
+_GATED_NAMES = tuple(f"layernorm_mlp.fc1{separator}{kind}" for separator in "_." for kind in ("weight", "bias"))
 
 
 def parameter_sharding(name: str, activation: str) -> ParameterSharding:

@@ -28,13 +28,16 @@ _OUTSIDE = ("embedding", "norms", "head")
 # The first part of a parameter's name that is found in it says its kind.
 _KINDS = (
     ("layer_norm_", "norms"),
-    ("final_norm.", "norms"),
+    ("_norm.", "norms"),
+    ("_layernorm.", "norms"),
     ("embedding.", "embedding"),
     ("output_layer.", "head"),
     ("layernorm_qkv.", "qkv"),
+    ("self_attention.qkv.", "qkv"),
+    ("softmax_offset", "qkv"),
     ("self_attention.proj.", "proj"),
-    (".fc1_", "fc1"),
-    (".fc2_", "fc2"),
+    (".fc1", "fc1"),
+    (".fc2", "fc2"),
 )
 
 

@@ -104,7 +104,8 @@ def rank_parameters(config: Config, layout: Layout, chunks: Sequence[Chunk]) -> 
     replicated += position_parameters(model) if first else 0
     replicated += norm_parameters(model) if last else 0
     num_vocabularies = 1 if first and last and not model.untie_embeddings_and_output_weights else first + last
-    vocabularies = num_vocabularies * layout.padded_vocab_size_per_rank * model.hidden_size
+    biases = last * model.add_output_bias
+    vocabularies = layout.padded_vocab_size_per_rank * (num_vocabularies * model.hidden_size + biases)
     others = (num_layers - num_fp8) * gemm + num_layers * sharded_biases + vocabularies + replicated
     return RankParameters(num_fp8 * gemm, others, replicated)
 

@@ -11,6 +11,7 @@ from megatron_fp8.config.layout import (
     block_parameters,
     count_parameters,
     derive_layout,
+    head_parameters,
     norm_parameters,
     position_parameters,
 )
@@ -113,7 +114,7 @@ def model_parameters(config: Config, layout: Layout) -> ModelParameters:
         position_embedding=position_parameters(model),
         per_layer=sum(shape.size for shape in block_parameters(model)),
         final_norm=norm_parameters(model),
-        head=vocabulary if model.untie_embeddings_and_output_weights else 0,
+        head=head_parameters(model, layout.padded_vocab_size),
     )
 
 

@@ -49,8 +49,8 @@ KNOWS_ENVIRONMENT = (
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 60
 # Of the package, without tools and tests.
-MAX_FILES = 255
-MAX_LINES = 36_000
+MAX_FILES = 290
+MAX_LINES = 40_000
 # Names of files that are the same thing in two packages; any other name belongs to one file.
 SHARED_NAMES = frozenset(
     {
@@ -69,6 +69,9 @@ FOREIGN_WRITES: dict[str, tuple[str, ...]] = {
     f"{PACKAGE}/commands/main.py": ("sys.argv",),
     f"{PACKAGE}/commands/precision_chart.py": ("table.columns[2].justify",),
     f"{PACKAGE}/data/tokenizer_kinds.py": ("self._tokenizer.encode_special_tokens",),
+    # Parameters of one norm for two modules, and constants instead of parameters.
+    f"{PACKAGE}/model/block.py": ("setattr(holder)",),
+    f"{PACKAGE}/model/block_shape.py": ("delattr(module)",),
     f"{PACKAGE}/model/gpt.py": ("weight.shared_embedding", "weight.zero_out_wgrad", "weight.shared"),
     f"{PACKAGE}/model/layers.py": ("attention.qkv_format",),
     # The one place that completes Megatron's config.

@@ -36,7 +36,12 @@ def integer_range(spec: FieldSpec) -> tuple[int, int]:
 
 
 # Items of a list by its kind.
-ITEMS = {"strings": TEXT, "ints": st.integers(-(2**62), 2**62), "bools": st.booleans()}
+ITEMS = {
+    "strings": TEXT,
+    "ints": st.integers(-(2**62), 2**62),
+    "floats": st.floats(-1e30, 1e30),
+    "bools": st.booleans(),
+}
 
 
 def values_of(spec: FieldSpec) -> st.SearchStrategy[Any]:
