@@ -1,8 +1,8 @@
 """Converts between checkpoints of this project and Hugging Face folders, a tensor at a time.
 
-Supported are Llama (RMSNorm, gated MLP, RoPE, grouped queries) and GPT-2 (LayerNorm, learned positions, biases), in any
-parallel layout and format; the weights are the FP32 master weights. An exported folder loads with transformers'
-AutoModelForCausalLM and AutoTokenizer. An import creates a checkpoint and a config.yaml to fine-tune with.
+--list names the families of models that are converted, from any parallel layout and format; the weights are the FP32
+master weights. An exported folder loads with transformers' AutoModelForCausalLM and AutoTokenizer. An import creates a
+checkpoint and a config.yaml to fine-tune with. A config.json with anything that is not understood is refused by name.
 Nothing is overwritten. Exit codes: 0: done; 1: the folder could not be written; 2: wrong input. Only 0 leaves a folder.
 """
 
@@ -19,14 +19,27 @@ from megatron_fp8.commands.model_options import positive
 from megatron_fp8.commands.progress_bars import items_bar
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf.export import ExportSettings, export_checkpoint
+from megatron_fp8.hf.families import FAMILIES
 from megatron_fp8.hf.import_model import ImportSettings, import_folder
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
+class ListFamilies(argparse.Action):
+    """Prints the families and exits, as `--help` does."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Called by argparse."""
+        print(f"{'model_type':<14}{'class':<22}models")
+        for family in FAMILIES.values():
+            print(f"{family.model_type:<14}{family.architecture:<22}{family.examples}")
+        parser.exit()
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action=ListFamilies, nargs=0, help="list the families of models, and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     export = commands.add_parser("export", help="checkpoint to Hugging Face folder")
     export.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="run directory, or one of its checkpoints")

@@ -145,6 +145,9 @@ class ModelConfig(Section):
     """Tokens of the vocabulary before padding; null: the tokenizer's size."""
     make_vocab_size_divisible_by: int = Field(default=128, ge=1, le=MAX_DIVISIBLE_BY)
     """The vocabulary is padded to a multiple of this times tensor_model_parallel_size."""
+    hf_model_type: str | None = None
+    """`model_type` of the Hugging Face family that an export takes if it can hold the model; null: the first that
+    can."""
     recompute_granularity: Literal["none", "full"] = "none"
     """`full`: store only each layer's input and recompute the layer in the backward pass."""
     recompute_num_layers: int | None = Field(default=None, ge=0, le=MAX_LAYERS)

@@ -1,41 +1,36 @@
 """Converts models between checkpoints of this project and Hugging Face folders. Imports no torch.
 
-Two forms are known: `llama` (RMSNorm, gated MLP, RoPE, grouped queries) and `gpt2` (LayerNorm, learned positions).
+A family (`hf/families`) says which keys its `config.json` has and how its tensors are called.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.schema import ModelConfig
 from megatron_fp8.errors import BadInputError
-from megatron_fp8.hf import gpt2, llama
-from megatron_fp8.hf.mapping import HFSettings, TensorGroup
+from megatron_fp8.hf.families import FAMILIES
+from megatron_fp8.hf.family import Family
+from megatron_fp8.hf.mapping import HFSettings
 
-_BY_MODEL_TYPE = {llama.MODEL_TYPE: llama, gpt2.MODEL_TYPE: gpt2}
 
+def family_for(model: ModelConfig) -> Family:
+    """The family that the model came from, if it still can hold it, or the first that can.
 
-def config_json(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Hugging Face's `config.json` of a model: Llama's with RoPE, GPT-2's with learned positions.
-
-    Raises ConfigError with every key that it cannot express.
+    Raises ConfigError with what the one it came from, or the one that comes nearest, cannot express.
     """
-    if model.position_embedding_type == "rope":
-        return llama.config_json(model, vocab_size)
-    return gpt2.config_json(model, vocab_size)
-
-
-def tensor_groups(model: ModelConfig, vocab_size: int) -> Iterator[TensorGroup]:
-    """Every tensor of a model, ours beside theirs."""
-    form = llama if model.position_embedding_type == "rope" else gpt2
-    groups: Iterator[TensorGroup] = form.tensor_groups(model, vocab_size)
-    return groups
+    preferred = [name for name in FAMILIES if name == model.hf_model_type]
+    found: dict[str, list[Problem]] = {}
+    for name in [*preferred, *(name for name in FAMILIES if name not in preferred)]:
+        found[name] = list(FAMILIES[name].problems(model))
+        if not found[name]:
+            return FAMILIES[name]
+    nearest = preferred[0] if preferred else min(found, key=lambda name: len(found[name]))
+    raise ConfigError.from_problems(found[nearest])
 
 
 def read_model(path: Path, seq_length: int | None) -> ModelConfig:
@@ -52,17 +47,16 @@ def read_model(path: Path, seq_length: int | None) -> ModelConfig:
     if not isinstance(values, dict):
         raise BadInputError(f"{path} is not a JSON object")
     settings = HFSettings(values, str(path))
-    family = _BY_MODEL_TYPE.get(str(values.get("model_type")))
+    family = FAMILIES.get(str(values.get("model_type")))
     if family is None:
         reason = "this type of model is not supported"
-        settings.reject("model_type", values.get("model_type"), reason, f"one of {', '.join(_BY_MODEL_TYPE)}")
+        settings.reject("model_type", values.get("model_type"), reason, f"one of {', '.join(FAMILIES)}")
         settings.finish()
     assert family is not None
-    settings.only("quantization_config", None, None, "quantized weights are not supported")
-    ours = family.model_values(settings)
+    ours = family.values(settings)
     settings.finish()
     ours["seq_length"] = seq_length or ours["max_position_embeddings"]
-    if family is gpt2 and ours["seq_length"] > ours["max_position_embeddings"]:
+    if ours["position_embedding_type"] != "rope" and ours["seq_length"] > ours["max_position_embeddings"]:
         reason = f"the model has {ours['max_position_embeddings']} positions"
         raise ConfigError.from_problems([Problem("--seq-length", seq_length, reason, "no more than its positions")])
     try:

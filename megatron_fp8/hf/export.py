@@ -15,7 +15,8 @@ from megatron_fp8.config.problem import first_few
 from megatron_fp8.config.schema import Config
 from megatron_fp8.data.tokenizer import AUTO, END_OF_DOCUMENT, HUGGING_FACE, Tokenizer
 from megatron_fp8.errors import BadInputError
-from megatron_fp8.hf import config_json, tensor_groups
+from megatron_fp8.hf import family_for
+from megatron_fp8.hf.family import Family
 from megatron_fp8.hf.folder import (
     TOKENIZER,
     copy_tokenizer,
@@ -25,7 +26,7 @@ from megatron_fp8.hf.folder import (
     require_tokenizer,
     write_shards,
 )
-from megatron_fp8.hf.mapping import OnTensor, TensorGroup, to_theirs
+from megatron_fp8.hf.mapping import HFSettings, OnTensor, TensorGroup, to_theirs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +77,7 @@ def _export(checkpoint: Path, folder: Path, settings: ExportSettings, on_tensor:
     config = read_config(checkpoint)
     tokenizer = _tokenizer(config, settings) if settings.with_tokenizer else None
     # Every key that cannot be expressed, before a byte of the weights is read.
-    config_json(config.model, vocab_size=1)
+    family = family_for(config.model)
     problems = list(find_corruption(checkpoint, contents=settings.verify))
     if problems:
         raise CheckpointError(f"the checkpoint is corrupt: {'; '.join(problems)}")
@@ -90,12 +91,12 @@ def _export(checkpoint: Path, folder: Path, settings: ExportSettings, on_tensor:
     if embedding is None:
         raise CheckpointError(f"{checkpoint} has no {MASTER}{_EMBEDDING}: it is not a checkpoint of a model")
     vocab_size = embedding.shape[0]
-    groups = list(tensor_groups(config.model, vocab_size))
+    groups = list(family.tensor_groups(config.model, vocab_size))
     _require_tensors(checkpoint, reader, groups)
     mode = config.precision.mode
     dtype = settings.dtype or (mode if mode in ("fp32", "fp16") else "bf16")
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    description = config_json(config.model, vocab_size)
+    description = family.config_json(config.model, vocab_size)
     with new_folder(folder) as place:
         if tokenizer is not None:
             copy_tokenizer(tokenizer, place)
@@ -106,7 +107,7 @@ def _export(checkpoint: Path, folder: Path, settings: ExportSettings, on_tensor:
         shapes = {name: shape for group in groups for name, shape in group.their_shapes.items()}
         tensors = _tensors(reader, groups, on_tensor)
         num_bytes = write_shards(place, shapes, torch_dtype, settings.max_shard_bytes, tensors)
-    return Exported(checkpoint, dtype, num_bytes, tuple(_notes(config)))
+    return Exported(checkpoint, dtype, num_bytes, tuple(_notes(config, family)))
 
 
 def _tokenizer(config: Config, settings: ExportSettings) -> Path:
@@ -146,7 +147,11 @@ def _tensors(reader: TensorReader, groups: Sequence[TensorGroup], on_tensor: OnT
         on_tensor(group.ours[0], len(groups), number)
 
 
-def _notes(config: Config) -> Iterator[str]:
+def _notes(config: Config, family: Family) -> Iterator[str]:
     model = config.model
-    if model.position_embedding_type == "rope" and model.hidden_dropout:
-        yield f"model.hidden_dropout={model.hidden_dropout} is left out: Llama has no hidden dropout"
+    if model.hf_model_type not in (None, family.model_type):
+        yield f"{model.hf_model_type} cannot hold this model: exported as {family.model_type}"
+    settings = HFSettings(family.config_json(model, 1), family.architecture)
+    kept = family.values(settings).get("hidden_dropout", 0.0)
+    if kept != model.hidden_dropout:
+        yield f"model.hidden_dropout={model.hidden_dropout} is left out: {family.architecture} has no hidden dropout"

@@ -22,7 +22,8 @@ from megatron_fp8.checkpoint.plain_index import MASTER
 from megatron_fp8.config.load import dump_config
 from megatron_fp8.config.schema import Config, ModelConfig
 from megatron_fp8.errors import BadInputError
-from megatron_fp8.hf import read_model, tensor_groups
+from megatron_fp8.hf import read_model
+from megatron_fp8.hf.families import FAMILIES
 from megatron_fp8.hf.folder import (
     TIED_HEAD,
     TOKENIZER,
@@ -74,7 +75,9 @@ def import_folder(source: Path, out: Path, settings: ImportSettings, on_tensor: 
         raise BadInputError(f"{source} is not a folder: use one with config.json and model.safetensors")
     model = read_model(source / "config.json", settings.seq_length)
     assert model.vocab_size is not None
-    groups = list(tensor_groups(model, model.vocab_size))
+    assert model.hf_model_type is not None
+    family = FAMILIES[model.hf_model_type]
+    groups = list(family.tensor_groups(model, model.vocab_size))
     weights = find_weights(source, groups, tied=not model.untie_embeddings_and_output_weights)
     tokenizer = None
     if settings.with_tokenizer:

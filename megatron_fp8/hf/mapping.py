@@ -7,7 +7,7 @@ Imports torch only where tensors are moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +27,14 @@ class TensorGroup:
 
     `ours`, `theirs`: names; one for each part, or one for all parts stacked. `parts`: shapes. Our stacked parts are
     split into `num_blocks` consecutive blocks, each with its share of every part (TE's order of queries, keys and
-    values by query group); theirs into one. `transposed`: theirs is `[in, out]` (GPT-2's Conv1D).
+    values by query group); theirs into `their_blocks`. `transposed`: theirs is `[in, out]` (GPT-2's Conv1D).
     """
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     parts: tuple[Shape, ...]
     num_blocks: int = 1
+    their_blocks: int = 1
     transposed: bool = False
 
     @property
@@ -61,17 +62,15 @@ def _shapes(parts: tuple[Shape, ...], num_tensors: int) -> list[Shape]:
 
 def to_theirs(group: TensorGroup, ours: Sequence[Tensor]) -> list[Tensor]:
     """Hugging Face's tensors of a group from ours, in the order of `group.theirs`."""
-    import torch
-
     parts = list(ours) if len(ours) == len(group.parts) else _unstack(group, ours[0], group.num_blocks)
-    theirs = parts if len(group.theirs) == len(parts) else [torch.cat(parts)]
+    theirs = parts if len(group.theirs) == len(parts) else [_stack(parts, group.their_blocks)]
     return [tensor.t() for tensor in theirs] if group.transposed else theirs
 
 
 def to_ours(group: TensorGroup, theirs: Sequence[Tensor]) -> list[Tensor]:
     """Our tensors of a group from Hugging Face's, in the order of `group.ours`."""
     tensors = [tensor.t() for tensor in theirs] if group.transposed else list(theirs)
-    parts = tensors if len(tensors) == len(group.parts) else _unstack(group, tensors[0], 1)
+    parts = tensors if len(tensors) == len(group.parts) else _unstack(group, tensors[0], group.their_blocks)
     return parts if len(group.ours) == len(parts) else [_stack(parts, group.num_blocks)]
 
 
@@ -91,61 +90,66 @@ def _stack(parts: Sequence[Tensor], num_blocks: int) -> Tensor:
 
 
 class HFSettings:
-    """The values of a Hugging Face `config.json`; mistakes are collected."""
+    """The values of a Hugging Face `config.json`; mistakes are collected, and which keys were read."""
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:
         self._values = values
         self._path = path
+        self._read: set[str] = set()
         self.problems: list[Problem] = []
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value; `default` where it is missing or null."""
+        self._read.add(key)
         value = self._values.get(key)
         return default if value is None else value
 
+    def unless_missing(self, key: str, default: Any) -> Any:
+        """A value, which may be null; `default` where it is missing."""
+        self._read.add(key)
+        return self._values.get(key, default)
+
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer; required without a `default`."""
+        """A positive integer; required without a `default`, which a null stands for, too."""
         value = self.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         self.reject(key, value, "it must be a positive integer", "the config.json that belongs to the weights")
         return 1
 
-    def only(self, key: str, wanted: Any, default: Any, reason: str) -> None:
-        """Reject every value but `wanted`."""
-        value = self.get(key, default)
-        if value != wanted:
-            self.reject(key, value, reason, f"a model with {key}={wanted!r}")
+    def count(self, key: str, default: int) -> int:
+        """An integer that may be 0."""
+        return 0 if self.get(key, default) == 0 else self.size(key, default)
 
-    def choice(self, key: str, choices: Mapping[str, str], default: str) -> str:
-        """What `choices` maps the value to; other values are rejected."""
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
         value = self.get(key, default)
-        if value in choices:
-            return choices[value]
-        self.reject(key, value, "it is not supported", f"a model with one of {', '.join(choices)}")
-        return next(iter(choices.values()))
+        if not isinstance(value, bool):
+            self.reject(key, value, "it must be true or false", "the config.json that belongs to the weights")
+            return default
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """An object, as a copy; empty where it is missing or null."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            self.reject(key, value, "it must be an object", "the config.json that belongs to the weights")
+            return {}
+        return dict(value)
 
     def reject(self, key: str, value: Any, reason: str, use: str) -> None:
         """Record a mistake."""
         self.problems.append(Problem(key, value, reason, use, self._path))
 
+    def reject_unread(self, harmless: Set[str]) -> None:
+        """Reject every key that nobody has asked for and that may change what the model computes."""
+        for key in self._values.keys() - self._read - harmless:
+            value = self._values[key]
+            if value not in (None, [], {}):
+                reason = "it is not known what this changes in the model"
+                self.reject(key, value, reason, "a model without it; or delete the key where it changes nothing")
+
     def finish(self) -> None:
         """Raise ConfigError with all mistakes, if any."""
         if self.problems:
             raise ConfigError.from_problems(self.problems)
-
-
-def require(model_values: Mapping[str, Any], wanted: Mapping[str, tuple[Any, ...]], form: str) -> None:
-    """Raise ConfigError with every value of our `model` section that `form` cannot express."""
-    problems = [
-        Problem(
-            f"model.{name}",
-            model_values[name],
-            f"{form} cannot express it",
-            f"a model trained with model.{name}={' or '.join(map(str, choices))}",
-        )
-        for name, choices in wanted.items()
-        if model_values[name] not in choices
-    ]
-    if problems:
-        raise ConfigError.from_problems(problems)

@@ -18,7 +18,7 @@ from megatron_fp8.commands.convert import main
 from megatron_fp8.config.problem import ConfigError
 from megatron_fp8.config.schema import ModelConfig
 from megatron_fp8.errors import BadInputError
-from megatron_fp8.hf import config_json
+from megatron_fp8.hf import family_for
 from megatron_fp8.hf.folder import divide, read_folder, write_shards
 from tests.command_line import exit_code
 from tests.hf.our_models import convert
@@ -61,19 +61,35 @@ def refused(capsys, *arguments: object) -> str:
 @pytest.mark.parametrize(
     ("model", "keys"),
     [
-        ({**OURS, "rotary_percent": 0.5, "normalization": "LayerNorm"}, ["rotary_percent", "normalization"]),
-        ({**OURS, "activation": "srelu"}, ["activation"]),
-        (
-            {**OURS_GPT2, "add_bias_linear": False, "num_query_groups": 2, "kv_channels": 8, "activation": "swiglu"},
-            ["add_bias_linear", "num_query_groups", "kv_channels", "activation"],
-        ),
+        ({**OURS, "softmax_type": "learnable", "rotary_base": 500.0}, ["softmax_type"]),
+        ({**OURS, "qk_layernorm": "per_head_after_rope"}, ["qk_layernorm"]),
+        ({**OURS, "softmax_scale": 0.5, "window_size": [3, 0]}, ["window_size", "softmax_scale"]),
+        ({**OURS_GPT2, "hf_model_type": "gpt2", "num_query_groups": 2, "kv_channels": 8, "activation": "swiglu"},
+         ["num_query_groups", "kv_channels", "activation"]),
         ({**OURS_GPT2, "normalization": "RMSNorm"}, ["normalization"]),
     ],
-)
-def test_our_models_without_a_form_are_refused_with_every_key(model, keys) -> None:
+)  # fmt: skip
+def test_our_models_that_no_family_can_hold_are_refused_with_every_key(model, keys) -> None:
     with pytest.raises(ConfigError) as caught:
-        config_json(ModelConfig.model_validate(model), 100)
-    assert {problem.key for problem in caught.value.problems} == {f"model.{key}" for key in keys}
+        family_for(ModelConfig.model_validate(model))
+    assert {problem.key for problem in caught.value.problems} <= {f"model.{key}" for key in keys}
+    assert caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("model", "family"),
+    [
+        (OURS, "llama"),
+        ({**OURS, "hf_model_type": "qwen2"}, "llama"),
+        ({**OURS, "hf_model_type": "qwen2", "add_qkv_bias": True}, "qwen2"),
+        ({**OURS, "hidden_size": 60, "num_attention_heads": 8, "kv_channels": 16}, "mistral"),
+        ({**OURS, "add_qkv_bias": True}, "qwen2"),
+        (OURS_GPT2, "gpt2"),
+    ],
+)
+def test_a_family_that_can_hold_the_model_is_taken(model, family) -> None:
+    """Llama's class refuses a width that its heads do not divide, and Qwen 2's always has biases on QKV."""
+    assert family_for(ModelConfig.model_validate(model)).model_type == family
 
 
 @pytest.mark.parametrize(
@@ -81,13 +97,16 @@ def test_our_models_without_a_form_are_refused_with_every_key(model, keys) -> No
     [
         ({"model_type": "mamba"}, ["model_type = mamba"]),
         (
-            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}, "hidden_act": "gelu", "mlp_bias": True},
-            ["rope_parameters.rope_type = llama3", "hidden_act = gelu", "mlp_bias = true"],
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}, "hidden_act": "tanh", "is_decoder": True},
+            ["rope_parameters.low_freq_factor = null", "hidden_act = tanh", "is_decoder = true"],
         ),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, ["rope_scaling.rope_type"]),
+        ({"rope_scaling": {"type": "proportional", "factor": 2}}, ["rope_scaling.rope_type = proportional"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "beta": 3}}, ["rope_scaling.beta = 3"]),
+        ({"rope_scaling": {"type": "dynamic"}}, ["rope_scaling.factor = null"]),
+        ({"use_sliding_window": True, "qk_norm": False}, ["use_sliding_window = true", "qk_norm = false"]),
+        ({"hidden_size": 60}, ["hidden_size = 60", "num_attention_heads=8"]),
         ({"hidden_size": None, "vocab_size": "many"}, ["hidden_size = null", "vocab_size = many"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
-        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
         ({"intermediate_size": 128}, ["mlp.gate_proj.weight has shape [96, 64]; config.json makes it [128, 64]"]),
         ({"num_hidden_layers": 3}, ["model.layers.2.input_layernorm.weight is missing"]),
         ({"num_hidden_layers": 1}, ["model.layers.1.input_layernorm.weight is not part of the model"]),
@@ -105,7 +124,7 @@ def test_gpt2_switches_and_positions(capsys, tmp_path) -> None:
     text = refused(capsys, "import", tmp_path / "gpt2", tmp_path / "out", "--no-tokenizer", "--seq-length", 25)
     assert "--seq-length = 25" in text
     path = tmp_path / "gpt2" / "config.json"
-    changes = {"activation_function": "gelu", "scale_attn_by_inverse_layer_idx": True, "embd_pdrop": 0.5}
+    changes = {"activation_function": "mish", "scale_attn_by_inverse_layer_idx": True, "embd_pdrop": 0.5}
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     text = refused(capsys, "import", tmp_path / "gpt2", tmp_path / "out", "--no-tokenizer")
     assert all(f"{key} = " in text for key in changes)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_fp8.config.schema import ModelConfig
-from megatron_fp8.hf import config_json, tensor_groups
+from megatron_fp8.hf.families import FAMILIES
 from megatron_fp8.hf.folder import write_shards
 
 VOCAB_SIZE, NUM_LAYERS = 2048, 24
@@ -49,14 +49,14 @@ sys.exit("there is no limit")
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is Linux's")
 def test_a_model_many_times_the_limit_is_converted_both_ways(tmp_path) -> None:
-    groups = list(tensor_groups(MODEL, VOCAB_SIZE))
+    groups = list(FAMILIES["llama"].tensor_groups(MODEL, VOCAB_SIZE))
     shapes = {name: shape for group in groups for name, shape in group.their_shapes.items()}
     values = ((name, torch.randn(shape)) for name, shape in shapes.items())
     (tmp_path / "model").mkdir()
     # Small files: the limit counts mappings of them too.
     num_bytes = write_shards(tmp_path / "model", shapes, torch.float32, 4_000_000, values)
     assert num_bytes > 4 * LIMIT_BYTES
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config_json(MODEL, VOCAB_SIZE)))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(FAMILIES["llama"].config_json(MODEL, VOCAB_SIZE)))
     _convert("import", tmp_path / "model", tmp_path / "in", "--no-tokenizer")
     _convert("export", tmp_path / "in", tmp_path / "out", "--no-tokenizer", "--max-shard-size", "1GB")
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > num_bytes

@@ -8,35 +8,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 199,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-}
-GPT2 = {"model_type": "gpt2", "vocab_size": 199, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 24}
-# The sizes are chosen so that nothing is square that need not be: a transposed or permuted weight shows.
-MODELS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
-    "llama": (LLAMA, torch.bfloat16),
-    "llama-tied-biases": (
-        {
-            **LLAMA,
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "head_dim": 16,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-            "hidden_act": "gelu_pytorch_tanh",
-        },
-        torch.float32,
-    ),
-    "gpt2": (GPT2, torch.float32),
-    "gpt2-untied-relu": ({**GPT2, "tie_word_embeddings": False, "activation_function": "relu"}, torch.float16),
-}
+from tests.hf.their_configs import GPT2 as GPT2
+from tests.hf.their_configs import LLAMA as LLAMA
+from tests.hf.their_configs import MODELS as MODELS
 
 
 def make_folder(folder: Path, settings: dict[str, Any], dtype: torch.dtype) -> None:
