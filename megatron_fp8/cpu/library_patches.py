@@ -31,7 +31,7 @@ def _fuse_fp32_attention(backends: ModuleType) -> None:
             **arguments, fused_attention_backend=backends.FusedAttnBackend.F16_arbitrary_seqlen
         )
         with self.attention_dropout_ctx():
-            out: Tensor = backends.FusedAttnFunc.apply(q, k, v, None, None, fused_args)
+            out: Tensor = backends.FusedAttnFunc.apply(q, k, v, None, kwargs.get("softmax_offset"), fused_args)
         return out.view(*out.shape[:-2], -1)
 
     unfused.forward = forward
@@ -49,7 +49,6 @@ def _is_fusable(self: Any, quantized: type, tensors: tuple[Tensor, ...], kwargs:
         and kwargs.get("cu_seqlens_kv") is not None
         and not kwargs.get("fp8", False)
         and not kwargs.get("fp8_output", False)
-        and self.softmax_type == "vanilla"
         and not self.return_max_logit
         and not self.apply_qk_layer_scaling
     )
@@ -73,7 +72,7 @@ def _fused_arguments(self: Any, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[st
         "dropout_p": self.attention_dropout.p if self.training else 0.0,
         "fast_zero_fill": True,
         "attn_bias_type": "no_bias",
-        "softmax_type": "vanilla",
+        "softmax_type": self.softmax_type,
         "window_size": kwargs.get("window_size") or (-1, -1),
         "bottom_right_diagonal": kwargs.get("bottom_right_diagonal"),
         "deterministic": True,

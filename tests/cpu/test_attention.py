@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 te = pytest.importorskip("transformer_engine.pytorch")
-import transformer_engine_torch as tex  # noqa: E402
 from transformer_engine.pytorch.attention.dot_product_attention import backends, dot_product_attention  # noqa: E402
-from transformer_engine.pytorch.constants import TE_DType  # noqa: E402
 from transformer_engine.pytorch.cpp_extensions import fused_attn  # noqa: E402
 
 BACKEND = fused_attn.FusedAttnBackend.F16_arbitrary_seqlen
@@ -307,7 +305,6 @@ def test_dropout_follows_the_generator() -> None:
     ("options", "name"),
     [
         ({"attn_bias_type": "alibi"}, "NVTE_ALIBI"),
-        ({"softmax_type": "off-by-one"}, "NVTE_OFF_BY_ONE_SOFTMAX"),
         ({"return_max_logit": True}, "return_max_logit"),
     ],
 )
@@ -318,43 +315,3 @@ def test_what_is_missing_says_its_name(options: dict[str, Any], name: str) -> No
         fused_attn.fused_attn_fwd(
             True, 4, 4, lengths, lengths, x, x, x, x.dtype, BACKEND, qkv_layout="sbhd_sbhd_sbhd", **options
         )
-
-
-@pytest.mark.parametrize(
-    ("dtype", "sizes", "training", "capability", "taken"),
-    [
-        (torch.bfloat16, (64, 64), True, (9, 0), True),
-        (torch.float16, (256, 256), True, (9, 0), True),
-        (torch.float32, (64, 64), True, (9, 0), False),
-        (torch.bfloat16, (60, 60), True, (9, 0), False),
-        (torch.bfloat16, (264, 264), True, (9, 0), False),
-        (torch.bfloat16, (264, 264), False, (9, 0), True),
-        (torch.bfloat16, (192, 128), True, (9, 0), True),
-        (torch.bfloat16, (256, 192), True, (9, 0), False),
-        (torch.bfloat16, (256, 256), True, (10, 0), False),
-        (torch.bfloat16, (192, 128), True, (10, 0), True),
-    ],
-)
-def test_backend_is_cudnns_answer(
-    dtype: torch.dtype,
-    sizes: tuple[int, int],
-    training: bool,
-    capability: tuple[int, int],
-    taken: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    params = dot_product_attention.dpa_utils.FusedAttentionParams(
-        is_training=training,
-        attn_mask_type=tex.NVTE_Mask_Type.NVTE_CAUSAL_MASK,
-        qkv_dtype=TE_DType[dtype],
-        qkv_layout=tex.NVTE_QKV_Layout.NVTE_SBHD_SBHD_SBHD,
-        head_dim_qk=sizes[0],
-        head_dim_v=sizes[1],
-        max_seqlen_q=128,
-        max_seqlen_kv=128,
-    )
-    backend, reason = tex.get_fused_attn_backend(params)
-    wanted = "NVTE_F16_arbitrary_seqlen" if taken else "NVTE_No_Backend"
-    assert backend == getattr(tex.NVTE_Fused_Attn_Backend, wanted), reason
-    assert bool(reason) is not taken

@@ -1,22 +1,17 @@
-"""Fused attention of `transformer_engine_torch`: forward, backward, and which configurations it takes.
+"""Fused attention of `transformer_engine_torch`, forward and backward.
 
 TE's argument lists, and the tensors saved for the backward pass. Arithmetic is FP32 and results are rounded once; the
-work itself is in `attention_blocks`, layouts are in `attention_layout`.
+work itself is in `attention_blocks`, layouts are in `attention_layout`, what cuDNN takes in `attention_support`.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from megatron_fp8.cpu.enums import (
-    NVTE_Bias_Type,
-    NVTE_Fused_Attn_Backend,
-    NVTE_Mask_Type,
-    NVTE_QKV_Layout,
-    NVTE_Softmax_Type,
-)
+from megatron_fp8.cpu.enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_Softmax_Type
 from megatron_fp8.cpu.kernels import attention_blocks
 from megatron_fp8.cpu.kernels.attention_blocks import AttentionMask, ScoreRules
 from megatron_fp8.cpu.kernels.attention_layout import (
@@ -28,59 +23,14 @@ from megatron_fp8.cpu.kernels.attention_layout import (
     segments,
     shape_like,
 )
-from megatron_fp8.cpu.kernels.casts import torch_dtype
 
-__all__ = ["fused_attn_bwd", "fused_attn_fwd", "get_fused_attn_backend"]
-
-
-def get_fused_attn_backend(fused_attn_params: Any) -> tuple[NVTE_Fused_Attn_Backend, str]:
-    """The sub-backend for TE's `FusedAttentionParams`, and the reason if there is none.
-
-    Supported: BF16 and FP16 with any mask, window, dropout, grouped or multi-query heads and every layout except paged
-    KV caches, in cuDNN's head sizes. TE takes its unfused path otherwise: for FP32 (which `library_patches` sends back
-    to this kernel), FP8 attention, biases, softmax with an offset, and the maximum logit.
-    """
-    layout = NVTE_QKV_Layout(int(fused_attn_params.qkv_layout)).name
-    dtype = torch_dtype(fused_attn_params.qkv_dtype)
-    refusals = {
-        f"qkv dtype {dtype}": dtype not in (torch.bfloat16, torch.float16),
-        f"heads of {fused_attn_params.head_dim_qk} and {fused_attn_params.head_dim_v}": not _has_head_dims(
-            fused_attn_params
-        ),
-        f"bias type {fused_attn_params.bias_type!r}": int(fused_attn_params.bias_type) != NVTE_Bias_Type.NVTE_NO_BIAS,
-        f"softmax type {fused_attn_params.softmax_type!r}": (
-            int(fused_attn_params.softmax_type) != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
-        ),
-        f"qkv layout {layout}": "Paged" in layout,
-        "return_max_logit": bool(fused_attn_params.return_max_logit),
-    }
-    reasons = [reason for reason, refused in refusals.items() if refused]
-    if reasons:
-        return NVTE_Fused_Attn_Backend.NVTE_No_Backend, f"no CPU stand-in for {', '.join(reasons)}"
-    return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
+__all__ = ["fused_attn_bwd", "fused_attn_fwd"]
 
 
-def _has_head_dims(params: Any) -> bool:
-    """Whether cuDNN of the version in `enums` has kernels for these head sizes, by TE's `fused_attn.cpp`."""
-    sizes = (int(params.head_dim_qk), int(params.head_dim_v))
-    if any(size % 8 for size in sizes):
-        return False
-    if max(sizes) <= 128:
-        return True
-    if not params.is_training:
-        causal = (NVTE_Mask_Type.NVTE_CAUSAL_MASK, NVTE_Mask_Type.NVTE_PADDING_CAUSAL_MASK)
-        return int(params.max_seqlen_q) > 1 or int(params.attn_mask_type) not in causal
-    if torch.cuda.get_device_capability() >= (10, 0):
-        return sizes == (192, 128)
-    return max(sizes) <= 256 and (sizes[0] == sizes[1] or min(sizes) < 128 or sizes == (192, 128))
-
-
-def _require_supported(bias_type: Any, softmax_type: Any, options: dict[str, bool]) -> None:
+def _require_supported(bias_type: Any, options: dict[str, bool]) -> None:
     refused = [name for name, used in options.items() if used]
     if int(bias_type) != NVTE_Bias_Type.NVTE_NO_BIAS:
         refused.append(NVTE_Bias_Type(int(bias_type)).name)
-    if int(softmax_type) != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX:
-        refused.append(NVTE_Softmax_Type(int(softmax_type)).name)
     if refused:
         raise NotImplementedError(f"fused attention with {', '.join(refused)} has no CPU stand-in")
 
@@ -102,7 +52,23 @@ def _draw_rng_state(dropout: float, generator: torch.Generator | None) -> torch.
 
 def _segment_rules(rules: ScoreRules, index: int) -> ScoreRules:
     """Rules with different dropout masks for every sequence."""
-    return ScoreRules(rules.scale, rules.mask, rules.dropout, rules.dropout_seed + index)
+    return replace(rules, dropout_seed=rules.dropout_seed + index)
+
+
+def _sinks(softmax_type: Any, offset: torch.Tensor | None, heads: int) -> torch.Tensor | None:
+    """Each head's score `[heads]` of a sink, a key without a value; None for the plain softmax.
+
+    cuDNN reads the offset's memory as FP32, one number a head. Raises ValueError where it would read other numbers.
+    """
+    kind = NVTE_Softmax_Type(int(softmax_type))
+    if kind == NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX:
+        return None
+    if offset is None:
+        raise ValueError(f"{kind.name} needs softmax_offset, FP32 [1, {heads}, 1, 1]")
+    if offset.dtype != torch.float32 or tuple(offset.shape) != (1, heads, 1, 1):
+        found = f"{offset.dtype} {list(offset.shape)}"
+        raise ValueError(f"softmax_offset must be FP32 [1, {heads}, 1, 1], not {found}")
+    return offset.detach().flatten()
 
 
 def fused_attn_fwd(
@@ -133,7 +99,7 @@ def fused_attn_fwd(
     s_quantizer: Any,
     o_quantizer: Any,
     bias: torch.Tensor | None,  # noqa: ARG001
-    softmax_offset: torch.Tensor | None,  # noqa: ARG001
+    softmax_offset: torch.Tensor | None,
     rng_gen: torch.Generator | None,
     rng_elts_per_thread: int,  # noqa: ARG001
     return_max_logit: bool,
@@ -141,16 +107,17 @@ def fused_attn_fwd(
 ) -> list[torch.Tensor]:
     """`softmax(mask(attn_scale * q k^T)) v` within each sequence, with dropout of probabilities.
 
+    With a softmax_offset, FP32 `[1, h, 1, 1]`, one more key of that score and without a value takes its share.
+
     q: `[s, b, h, d]`, `[b, s, h, d]` or `[t, h, d]` as qkv_layout says, of any stride; k, v alike with their
     own number of heads, of which h is a multiple. fake_dtype: dtype of the output.
-    Returns `[out, softmax_lse, rng_state]`. out: o_format, contiguous, zero where padded. softmax_lse: FP32
-    natural log-sum-exp of scaled scores, `[b, h, sq, 1]`, for `thd` `[t, h, 1]`. rng_state: int64
-    `[seed, offset]`. Without `is_training` only out matters, and TE drops the rest.
+    Returns `[out, softmax_lse, rng_state]`, and softmax_offset where there is one. out: o_format, contiguous, zero
+    where padded. softmax_lse: FP32 natural log-sum-exp of scaled scores and offset, `[b, h, sq, 1]`, for `thd`
+    `[t, h, 1]`. rng_state: int64 `[seed, offset]`. Without `is_training` only out matters, and TE drops the rest.
     """
     del is_training
     _require_supported(
         bias_type,
-        softmax_type,
         {
             "paged KV cache": page_table_k is not None or page_table_v is not None,
             "FP8": s_quantizer is not None or o_quantizer is not None,
@@ -159,8 +126,9 @@ def fused_attn_fwd(
     )
     mask, padded = _mask(attn_mask_type, window_size, bottom_right_diagonal)
     rng_state = _draw_rng_state(p_dropout, rng_gen)
-    rules = ScoreRules(attn_scale, mask, p_dropout, int(rng_state[0]))
     layout = QkvLayout.from_te(qkv_layout)
+    sinks = _sinks(softmax_type, softmax_offset, q.shape[-2])
+    rules = ScoreRules(attn_scale, mask, p_dropout, int(rng_state[0]), sinks)
     parts = segments(
         layout,
         padded,
@@ -186,7 +154,8 @@ def fused_attn_fwd(
         )
         part.of_q(out_view).copy_(part_out)
         part.of_q(lse).copy_(part_lse)
-    return [out, _lse_to_te(lse, layout.q_format), rng_state]
+    offsets = [] if sinks is None or softmax_offset is None else [softmax_offset]
+    return [out, _lse_to_te(lse, layout.q_format), rng_state, *offsets]
 
 
 def _working_copy(view: torch.Tensor) -> torch.Tensor:
@@ -249,16 +218,18 @@ def fused_attn_bwd(
 ) -> list[torch.Tensor | None]:
     """Gradients of `fused_attn_fwd`, always deterministic.
 
-    aux_ctx_tensors: the forward pass's `[softmax_lse, rng_state]`; o, d_o: its output and the gradient of it,
-    in o_format and do_format. Returns `[dq, dk, dv, None, None]` in fake_dtype, of the shapes of q, k, v and
-    packed in memory as dqkv_layout says, zero where padded; the last two are of bias and softmax offset.
+    aux_ctx_tensors: what the forward pass returned after its output; o, d_o: that output and the gradient of it, in
+    o_format and do_format. Returns `[dq, dk, dv, None, d_offset]`: the first three in fake_dtype, of the shapes of q,
+    k, v and packed in memory as dqkv_layout says, zero where padded; the fourth would be of a bias; d_offset FP32
+    `[1, h, 1, 1]`, None for the plain softmax.
     """
     quantizers = (s_quantizer, dp_quantizer, dqkv_quantizer)
-    _require_supported(bias_type, softmax_type, {"FP8": any(x is not None for x in quantizers)})
+    _require_supported(bias_type, {"FP8": any(x is not None for x in quantizers)})
     mask, padded = _mask(attn_mask_type, window_size, bottom_right_diagonal)
     layout = QkvLayout.from_te(qkv_layout)
     lse = _lse_from_te(aux_ctx_tensors[0], layout.q_format)
-    rules = ScoreRules(attn_scale, mask, p_dropout, int(aux_ctx_tensors[1][0]))
+    sinks = _sinks(softmax_type, aux_ctx_tensors[2] if len(aux_ctx_tensors) > 2 else None, q.shape[-2])
+    rules = ScoreRules(attn_scale, mask, p_dropout, int(aux_ctx_tensors[1][0]), sinks)
     parts = segments(
         layout,
         padded,
@@ -274,17 +245,21 @@ def fused_attn_bwd(
     q_view, k_view, v_view = (heads_first(x, f) for x, f in zip((q, k, v), formats, strict=True))
     dq_view, dk_view, dv_view = (heads_first(x, f) for x, f in zip(gradients, formats, strict=True))
     o_view, do_view = heads_first(o, format_name(o_format)), heads_first(d_o, format_name(do_format))
+    d_sinks = None if sinks is None else torch.zeros_like(sinks)
     for index, part in enumerate(parts):
+        part_grad, part_out = _working_copy(part.of_q(do_view)), _working_copy(part.of_q(o_view))
         dq, dk, dv = attention_blocks.backward(
-            _working_copy(part.of_q(do_view)),
+            part_grad,
             _working_copy(part.of_q(q_view)),
             _working_copy(part.of_kv(k_view)),
             _working_copy(part.of_kv(v_view)),
-            _working_copy(part.of_q(o_view)),
+            part_out,
             part.of_q(lse),
             _segment_rules(rules, index),
         )
         part.of_q(dq_view).copy_(dq)
         part.of_kv(dk_view).copy_(dk)
         part.of_kv(dv_view).copy_(dv)
-    return [*gradients, None, None]
+        if sinks is not None and d_sinks is not None:
+            d_sinks += attention_blocks.sink_gradient(part_grad, part_out, part.of_q(lse), sinks)
+    return [*gradients, None, None if d_sinks is None else d_sinks.view(1, -1, 1, 1)]

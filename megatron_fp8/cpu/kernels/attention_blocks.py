@@ -55,12 +55,16 @@ _BLOCK_QUERIES = 128
 
 @dataclass(frozen=True)
 class ScoreRules:
-    """How `q @ k^T` becomes probabilities: scale, mask, and dropout with the seed of its masks."""
+    """How `q @ k^T` becomes probabilities: scale, mask, and dropout with the seed of its masks.
+
+    sinks: FP32 `[h]`, for each head the score of one more key that every query attends to and that has no value.
+    """
 
     scale: float
     mask: AttentionMask
     dropout: float = 0.0
     dropout_seed: int = 0
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -196,14 +200,28 @@ def _is_fused_in_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules:
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: ScoreRules) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[b, h, sq, dv]` and log-sum-exp of scaled scores `[b, h, sq]`.
 
-    q: `[b, h, sq, d]`; k: `[b, hk, sk, d]`; v: `[b, hk, sk, dv]`. A query that attends nothing gives 0 and -inf.
+    q: `[b, h, sq, d]`; k: `[b, hk, sk, d]`; v: `[b, hk, sk, dv]`. A query that attends nothing gives 0, and -inf or
+    the score of its head's sink.
     """
-    if not _is_fused_in_torch(q, k, v, rules):
-        return _blocks_forward(q, k, v, rules)
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, not rules.mask.is_full(), scale=rules.scale
-    )
-    return out, lse
+    if _is_fused_in_torch(q, k, v, rules):
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, not rules.mask.is_full(), scale=rules.scale
+        )
+    else:
+        out, lse = _blocks_forward(q, k, v, rules)
+    if rules.sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, rules.sinks.view(1, -1, 1))
+    return out.mul_((lse - _finite(total)).exp_().unsqueeze(-1)), total
+
+
+def sink_gradient(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Gradient `[h]` of the sinks' scores. A sink has no value, so that its probability's gradient is 0.
+
+    grad, out: `[b, h, sq, dv]`; lse: that of `forward` `[b, h, sq]`.
+    """
+    row_sums = (grad * out).sum(dim=-1)
+    return (sinks.view(1, -1, 1) - _finite(lse)).exp_().mul_(row_sums).sum(dim=(0, 2)).neg_()
 
 
 def backward(
@@ -215,7 +233,10 @@ def backward(
     lse: torch.Tensor,
     rules: ScoreRules,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `forward` for q, k and v. grad, out: `[b, h, sq, dv]`; lse: `[b, h, sq]`."""
+    """Gradients of `forward` for q, k and v. grad, out: `[b, h, sq, dv]`; lse: `[b, h, sq]`.
+
+    Sinks need no work of their own here: lse has them, and a sink's probability has no gradient.
+    """
     if not _is_fused_in_torch(q, k, v, rules):
         return _blocks_backward(grad, q, k, v, out, lse, rules)
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
