@@ -251,8 +251,10 @@ def head_parameters(model: ModelConfig, rows: int) -> int:
 
 def shape_of_weights(model: ModelConfig) -> dict[str, Any]:
     """What gives parameters their names and shapes, by key of the `model` section; without the vocabulary."""
-    same = ("num_layers", "hidden_size", "num_attention_heads", "normalization", "norm_affine", "norm_placement")
-    same += ("add_bias_linear", "add_output_bias", "untie_embeddings_and_output_weights", "fuse_qkv_params")
+    same = (
+        *("num_layers", "hidden_size", "num_attention_heads", "normalization", "norm_affine", "norm_placement"),
+        *("add_bias_linear", "add_output_bias", "untie_embeddings_and_output_weights", "fuse_qkv_params"),
+    )
     return {
         **{key: getattr(model, key) for key in same},
         "num_query_groups": query_groups(model),

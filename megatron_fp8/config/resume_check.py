@@ -103,7 +103,7 @@ def _compare_weights(model: ModelConfig, differences: list[tuple[str, Any, Any]]
     problems, notes = [], []
     for name, now, before in in_model:
         key = f"model.{name}"
-        if wanted.get(name) != stored.get(name):
+        if wanted.get(name) != stored.get(name) or (name == "vocab_size" and None not in (now, before)):
             reason = f"the checkpoint's weights have the names and shapes of {show_value(before)}"
             problems.append(Problem(key, now, reason, f"{key}={show_value(before)}"))
         elif _is_fixed(key):
