@@ -138,7 +138,7 @@ def _places(folder: Path) -> dict[str, str]:
         return {}
     other = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     hint = f"; {other[0]} is a pickle: save the model with transformers' save_pretrained first" if other else ""
-    hint = f"; there are shards, {first_few(sorted(shards))}, without their index" if shards else hint
+    hint += f"; there are shards, {first_few(sorted(shards))}, without their index" if shards else ""
     raise BadInputError(f"{folder} has neither {SINGLE_FILE} nor {INDEX}{hint}")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
@@ -20,6 +21,7 @@ from megatron_fp8.prepare.train_tokenizer import train_bpe
 from tests.hf.their_models import LLAMA, make_folder, weights_of
 
 TEXT, NUM_TOKENS = ["for batch in data: loss = model(batch)"], 280
+TURN = "<|im_end|>"
 INDEX = "model.safetensors.index.json"
 
 
@@ -123,12 +125,25 @@ def test_mixed_formats_and_nonfinite_weights_are_said(folder, tmp_path) -> None:
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused_at_import(folder, tmp_path) -> None:
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["added_tokens"].append(content["added_tokens"][0] | {"content": "<extra>", "id": NUM_TOKENS + 2})
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+    size = add_tokens(folder / "tokenizer.json", *(f"<extra{number}>" for number in range(NUM_TOKENS)))
     with pytest.raises(BadInputError, match="resize_token_embeddings") as caught:
         imported(folder, tmp_path / "out", tokenizer=True)
-    assert f"has {NUM_TOKENS + 3} tokens, but the model has embeddings for {NUM_TOKENS}" in str(caught.value)
+    assert f"has {size} tokens, but the model has embeddings for {NUM_TOKENS}" in str(caught.value)
+
+
+def add_tokens(tokenizer: Path, *names: str) -> int:
+    """Add special tokens; the number of tokens after that."""
+    loaded = tokenizers.Tokenizer.from_file(str(tokenizer))
+    loaded.add_special_tokens(list(names))
+    loaded.save(str(tokenizer))
+    return loaded.get_vocab_size()
+
+
+def eod_id(folder: Path) -> int:
+    """The id that ends documents."""
+    found = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("<|endoftext|>")
+    assert found is not None
+    return found
 
 
 def special(tokenizer: Path, **files: dict[str, Any]) -> None:
@@ -136,13 +151,13 @@ def special(tokenizer: Path, **files: dict[str, Any]) -> None:
         tokenizer.with_name(f"{name}.json").write_text(json.dumps(content))
 
 
-def check_ids(folder: Path, eod_id: int, described: bool = True) -> None:
+def check_ids(folder: Path, expected: int, described: bool = True) -> None:
     """What transformers takes for the end is what ended documents, and all that it knows has an embedding."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     generation = GenerationConfig.from_pretrained(folder)
-    assert tokenizer.eos_token_id == generation.eos_token_id == eod_id
-    assert config["eos_token_id"] == eod_id or not described
+    assert tokenizer.eos_token_id == generation.eos_token_id == expected
+    assert config["eos_token_id"] == expected or not described
     for token_id in (tokenizer.pad_token_id, tokenizer.bos_token_id, generation.pad_token_id, config["bos_token_id"]):
         assert token_id is None or token_id < NUM_TOKENS
     assert len(tokenizer) <= NUM_TOKENS
@@ -152,32 +167,26 @@ def check_ids(folder: Path, eod_id: int, described: bool = True) -> None:
 def test_generation_stops_where_documents_end(folder, tmp_path) -> None:
     """Qwen's files name an end of turn, which the run never saw, and special tokens that have no embedding."""
     path = folder / "tokenizer.json"
-    content = json.loads(path.read_text())
-    turn = content["added_tokens"][0] | {"content": "x", "id": content["model"]["vocab"]["x"]}
-    content["added_tokens"].append(turn)
-    path.write_text(json.dumps(content))
+    turn_id = add_tokens(path, TURN) - 1
     decoder = {str(NUM_TOKENS + 7): {"content": "<pad>", "special": True}}
-    config = {"eos_token": "x", "added_tokens_decoder": decoder, "extra_special_tokens": ["<vision>"]}
+    config = {"eos_token": TURN, "added_tokens_decoder": decoder, "extra_special_tokens": ["<vision>"]}
     special(path, tokenizer_config=config, special_tokens_map={"pad_token": "<pad>", "bos_token": {"content": "<s>"}})
     imported(folder, tmp_path / "in", tokenizer=True)
     notes = "\n".join(exported(tmp_path / "in", tmp_path / "out"))
-    eod_id = content["added_tokens"][0]["id"]
-    assert content["added_tokens"][0]["content"] == "<|endoftext|>"
-    check_ids(tmp_path / "out", eod_id)
-    assert "eos_token is '<|endoftext|>', which ends documents in the run; it was 'x'" in notes
+    check_ids(tmp_path / "out", eod_id(folder))
+    assert f"eos_token is '<|endoftext|>', which ends documents in the run; it was '{TURN}'" in notes
     assert "pad_token '<pad>' has no embedding" in notes
     # With another end of documents in the run's config, that one.
-    ids, _ = describe_tokenizer(tmp_path / "out", 16, "x", NUM_TOKENS)
-    assert ids["eos_token_id"] == turn["id"]
-    check_ids(tmp_path / "out", turn["id"], described=False)
-    with pytest.raises(BadInputError, match=f"documents end with id {turn['id']}, but the model has 50 tokens"):
-        describe_tokenizer(tmp_path / "out", 16, "x", 50)
+    ids, _ = describe_tokenizer(tmp_path / "out", 16, TURN, NUM_TOKENS)
+    assert ids["eos_token_id"] == turn_id
+    check_ids(tmp_path / "out", turn_id, described=False)
+    with pytest.raises(BadInputError, match=f"documents end with id {turn_id}, but the model has 50 tokens"):
+        describe_tokenizer(tmp_path / "out", 16, TURN, 50)
 
 
 def test_the_runs_end_of_document_token_counts(folder, tmp_path) -> None:
     imported(folder, tmp_path / "in", tokenizer=True)
     out = tmp_path / "out"
     exported(tmp_path / "in", out)
-    eod_id = json.loads((folder / "tokenizer.json").read_text())["added_tokens"][0]["id"]
-    check_ids(out, eod_id)
+    check_ids(out, eod_id(folder))
     assert load_file(out / "model.safetensors")["model.embed_tokens.weight"].shape[0] == NUM_TOKENS
