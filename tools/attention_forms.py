@@ -12,8 +12,8 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from tools import attention_backends
-from tools.attention_backends import PAGE, Ask, Attention, chosen
+import attention_backends
+from attention_backends import PAGE, Ask, Attention, chosen
 
 BEGIN, END = "<!-- made by tools/attention_forms.py -->", "<!-- end of the table of forms -->"
 # Eight documents in two samples of 2048 tokens: determinism alone leaves them fused.
