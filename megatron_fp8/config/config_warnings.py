@@ -7,13 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_fp8.config.attention import (
-    HOPPER_ATTENTION,
-    in_documents,
-    kept_score_bytes,
-    unfused_attention,
-)
-from megatron_fp8.config.environment import DETERMINISTIC
 from megatron_fp8.config.fields import config_fields
 from megatron_fp8.config.layout import GemmShape, Layout
 from megatron_fp8.config.load import DEFAULT, LoadedConfig
@@ -21,6 +14,7 @@ from megatron_fp8.config.problem import Problem
 from megatron_fp8.config.rules_model import PP
 from megatron_fp8.config.rules_parallel import GLOBAL_BATCH
 from megatron_fp8.config.schema import Config
+from megatron_fp8.config.warnings_attention import unfused_attention_warnings
 
 # Rates that large GEMMs and casts reach on an H100 SXM, about two thirds of its peaks.
 BF16_FLOPS_PER_SECOND = 600e12
@@ -30,8 +24,6 @@ CAST_BYTES_PER_SECOND = 2.5e12
 _CAST_BYTES_PER_ELEMENT = 4
 _SECONDS_PER_LAUNCH = 5e-6
 _CASTS_PER_GEMM = 3
-# Of scores a layer: as much as no GPU feels.
-_FEW_BYTES = 64 * 2**20
 # Elements that share a scale with blockwise scaling.
 _BLOCK = 128
 
@@ -56,7 +48,7 @@ def config_warnings(loaded: LoadedConfig, layout: Layout | None) -> list[Problem
                 )
             )
     warnings += _gathers_in_bf16(loaded, layout)
-    warnings += _unfused_attention(loaded, layout)
+    warnings += unfused_attention_warnings(loaded, layout)
     if layout.num_microbatches < layout.pipeline_model_parallel_size:
         warnings.append(
             Problem(
@@ -77,36 +69,6 @@ def _overridden(loaded: LoadedConfig) -> Iterator[Problem]:
         value = getattr(getattr(loaded.config, key.partition(".")[0]), key.partition(".")[2])
         reason = f"overrides {written.text} of the Accelerate file ({written.origin})"
         yield Problem(key, value, reason, "remove the key to use the file's value", loaded.origins[key])
-
-
-def _unfused_attention(loaded: LoadedConfig, layout: Layout) -> Iterator[Problem]:
-    """Scores that are tensors on GPUs, of which the softmax's results wait for the backward pass."""
-    config = loaded.config
-    unfused = unfused_attention(config, layout, HOPPER_ATTENTION)
-    if unfused is None:
-        return
-    apart = config.data.reset_attention_mask
-    size = kept_score_bytes(config, layout, documents=unfused.beyond + 1)
-    if size < _FEW_BYTES:
-        return
-    kept = f"keeps {'at least ' if apart else ''}{size / 2**30:,.1f} GiB of scores a layer"
-    if not unfused.for_determinism:
-        heads, s = layout.attention_heads_per_rank, layout.seq_length
-        shape = f"{layout.micro_batch_size} x {heads} heads x {s} x {s}"
-        reason = f"on GPUs FP32 attention is not fused: a micro-batch {kept} ({shape} x 4 bytes)"
-        use = "precision.mode=bf16, whose attention keeps no scores"
-        yield Problem("precision.mode", "fp32", reason, use, loaded.origins["precision.mode"])
-        return
-    many = "" if unfused.is_certain else f" with more than {in_documents(unfused.beyond)}"
-    yield Problem(
-        DETERMINISTIC,
-        True,
-        "on H100 and H200 deterministic attention with separated documents is not fused with "
-        f"{layout.attention_heads_per_rank} heads a rank and model.seq_length={layout.seq_length}: a micro-batch{many} "
-        f"{kept}",
-        "data.reset_attention_mask=false, or shorter samples, or more tensor parallelism",
-        loaded.origins[DETERMINISTIC],
-    )
 
 
 def _gathers_in_bf16(loaded: LoadedConfig, layout: Layout) -> Iterator[Problem]:

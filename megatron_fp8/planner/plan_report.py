@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megatron_fp8.config.attention import in_documents, kept_score_bytes, unfused_attention
+from megatron_fp8.config.attention import Cause, in_documents, kept_score_bytes, unfused_attention
 from megatron_fp8.config.config_warnings import config_warnings
 from megatron_fp8.config.load import LoadedConfig
 from megatron_fp8.config.problem import Problem
@@ -192,7 +192,7 @@ def _determinism(plan: Plan) -> Iterator[str]:
     )
     yield "  all of these cost time, which was not measured and is in no number above"
     unfused = unfused_attention(config, layout, gpu.attention)
-    if unfused is None or not unfused.for_determinism:
+    if unfused is None or unfused.cause is not Cause.DETERMINISM:
         return
     if not gpu.attention.deterministic:
         lost = f"cuDNN has no deterministic backward pass for attention on the {gpu.title}"
