@@ -47,6 +47,11 @@ def mlp_has_bias(model: ModelConfig) -> bool:
     return model.add_bias_linear if model.add_mlp_bias is None else model.add_mlp_bias
 
 
+def mlp_is_separate(model: ModelConfig) -> bool:
+    """Whether the MLP is two linear layers: no norm before it, or an activation that TE has no kernel for."""
+    return model.norm_placement == "post" or model.activation.startswith("exact_")
+
+
 def original_length(model: ModelConfig) -> int:
     """Tokens of a sequence before RoPE was scaled."""
     return model.original_max_position_embeddings or model.max_position_embeddings or model.seq_length

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_fp8.config.layer_kinds import mlp_has_bias, qkv_has_bias
+from megatron_fp8.config.layer_kinds import mlp_has_bias, mlp_is_separate, qkv_has_bias
 from megatron_fp8.config.layout import GATED_ACTIVATIONS, head_size, mlp_size, query_groups
 from megatron_fp8.config.schema import ModelConfig
 from megatron_fp8.hf.mapping import Shape, TensorGroup, same
@@ -96,8 +96,7 @@ class _Layer:
     def mlp(self) -> Iterator[TensorGroup]:
         model, names, hidden, ffn = self.model, self.names, self.model.hidden_size, mlp_size(self.model)
         has_pre_norm = model.norm_placement != "post"
-        # Blocks without a norm before the MLP, or an activation with a kernel, have linear layers of their own.
-        is_separate = not has_pre_norm or model.activation.startswith("exact_")
+        is_separate = mlp_is_separate(model)
         mlp = f"{self.ours}layernorm_mlp."
         fc1, fc2 = (f"{mlp}fc1.", f"{mlp}fc2.") if is_separate else (f"{mlp}fc1_", f"{mlp}fc2_")
         if has_pre_norm and model.parallel_attention_mlp != "shared_norm":

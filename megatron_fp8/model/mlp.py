@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 
-from megatron_fp8.config.layer_kinds import mlp_has_bias
+from megatron_fp8.config.layer_kinds import mlp_has_bias, mlp_is_separate
 from megatron_fp8.config.layout import GATED_ACTIVATIONS
 from megatron_fp8.model.block_shape import BlockShape, zeros
 
@@ -32,7 +32,7 @@ _SEPARATE_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 def make_mlp(shape: BlockShape, name: str, return_bias: bool) -> nn.Module:
     """The MLP of a block, with its norm; `return_bias`: the last bias is returned beside the output, not added."""
     model = shape.model
-    if not shape.has_pre_norms or model.activation.startswith("exact_"):
+    if mlp_is_separate(model):
         return SeparateMLP(shape, name, return_bias)
     mlp: nn.Module = te.LayerNormMLP(
         model.hidden_size,

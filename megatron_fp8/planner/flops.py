@@ -21,8 +21,9 @@ from megatron_fp8.config.config_warnings import (
     FP8_FLOPS_PER_SECOND,
     fp8_seconds,
 )
+from megatron_fp8.config.layer_kinds import window_of
 from megatron_fp8.config.layout import GemmShape, Layout, block_parameters
-from megatron_fp8.config.schema import Config
+from megatron_fp8.config.schema import Config, ModelConfig
 from megatron_fp8.planner.communication import Traffic, step_traffic
 from megatron_fp8.planner.gpus import GPUS, Board, Gpu
 from megatron_fp8.planner.memory import ActivationSizes, MemoryKind, StageMemory, activation_sizes
@@ -101,8 +102,8 @@ def flops_per_token(config: Config, layout: Layout) -> FlopsPerToken:
     weights = sum(shape.size for shape in block_parameters(model) if shape.is_gemm_weight)
     linear = 2.0 * model.num_layers * weights
     # Scores and their product with the values.
-    per_key = 2 * 2.0 * model.num_layers * model.num_attention_heads * layout.kv_channels
-    attention = per_key * (model.seq_length + 1) / 2
+    per_key = 2 * 2.0 * model.num_attention_heads * layout.kv_channels
+    attention = per_key * sum(mean_keys(model, layer) for layer in range(model.num_layers))
     chunks = layout.pipeline_model_parallel_size * layout.num_chunks
     share = num_recomputed(config, layout.layers_per_chunk) * chunks / model.num_layers
     return FlopsPerToken(
@@ -111,8 +112,16 @@ def flops_per_token(config: Config, layout: Layout) -> FlopsPerToken:
         head=2.0 * model.hidden_size * layout.padded_vocab_size,
         recompute=share * (linear + attention),
         scores_again=attention / 2,
-        all_keys=per_key * model.seq_length,
+        all_keys=per_key * model.num_layers * model.seq_length,
     )
+
+
+def mean_keys(model: ModelConfig, layer: int) -> float:
+    """Keys that a query reads in a layer, on average over a sample: itself and those before it, in its window."""
+    s, window = model.seq_length, window_of(model, layer)
+    reach = s if window is None else min(window + 1, s)
+    # The first `reach` queries read 1, 2, ... keys, the others `reach`.
+    return reach - reach * (reach - 1) / (2 * s)
 
 
 def step_gemms(layout: Layout, num_layers: int) -> list[tuple[GemmShape, int]]:

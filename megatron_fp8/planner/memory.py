@@ -225,10 +225,13 @@ def activation_sizes(config: Config, layout: Layout, gpu: Gpu) -> ActivationSize
     found = unfused_attention(config, layout, gpu.attention)
     unfused = found is not None and found.is_certain
     beside = 2 * masks + joined + (_unfused_attention(config, layout, gpu) if unfused else 0.0)
+    # Fused attention keeps its output, which the projection keeps in FP8 otherwise.
+    in_fp8_only = unfused and formats.fp8 is not None and not formats.fp8.override.wgrad
+    output = tokens * layout.attention_heads_per_rank * layout.kv_channels * size if in_fp8_only else 0.0
     (logits,) = (row.size for row in logits_rows(layout, formats) if row.tensor is Tensor.LOGITS)
     return ActivationSizes(
         # A mask after attention and one after the MLP.
-        fp8_layer=_layer(config, layout, formats) + beside,
+        fp8_layer=_layer(config, layout, formats) + beside - output,
         other_layer=_layer(config, layout, without_fp8(formats)) + beside,
         hidden=elements * size,
         # The tokens themselves, and the positions of one sample.

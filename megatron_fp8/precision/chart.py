@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_fp8.config.layer_kinds import mlp_is_separate
 from megatron_fp8.config.layout import Layout
-from megatron_fp8.config.schema import Config
+from megatron_fp8.config.schema import Config, ModelConfig
 from megatron_fp8.precision.chart_rows import (
     FP32_BYTES,
     ChartRow,
@@ -233,9 +234,7 @@ def activation_rows(config: Config, layout: Layout, formats: Formats) -> Iterato
     heads = layout.attention_heads_per_rank
     attention = heads * layout.kv_channels
     qkv, ffn, fc1 = layout.qkv_rows // tp, layout.ffn_hidden_size_per_rank, layout.fc1_rows // tp
-    per_norm = 2 if model.normalization == "LayerNorm" else 1
-    yield _kept(Tensor.NORM_INPUTS, params, 2.0 * hidden * size)
-    yield _kept(Tensor.NORM_STATISTICS, Format.FP32, 2 * per_norm * FP32_BYTES / shared)
+    yield from _kept_by_norms(model, layout, params, hidden, shared)
     for tensor, features, divided_over, in_mlp_rows in (
         (Tensor.QKV_INPUT, model.hidden_size, shared, None),
         (Tensor.PROJ_INPUT, attention, 1, None),
@@ -247,6 +246,28 @@ def activation_rows(config: Config, layout: Layout, formats: Formats) -> Iterato
     yield _kept(Tensor.ATTENTION_OUTPUT, params, float(attention * size))
     yield _kept(Tensor.SOFTMAX_STATISTICS, Format.FP32, float(heads * FP32_BYTES))
     yield _kept(Tensor.FC1_OUTPUT, params, float(fc1 * size))
+    if mlp_is_separate(model) and fc1 != ffn:
+        yield _kept(Tensor.ACTIVATED_GATE, params, float(ffn * size))
+
+
+def _kept_by_norms(model: ModelConfig, layout: Layout, params: Format, hidden: int, shared: int) -> Iterator[ChartRow]:
+    """Inputs and statistics of norms. Attention and MLP in parallel have one input, and a norm each all the same."""
+    size, per_norm = params.bytes, 2 if model.normalization == "LayerNorm" else 1
+    num_before = 0 if model.norm_placement == "post" else 2
+    num_after = 0 if model.norm_placement == "pre" else 2
+    num_inputs = 1 if num_before and model.parallel_attention_mlp != "none" else num_before
+    if num_inputs:
+        yield _kept(Tensor.NORM_INPUTS, params, float(num_inputs * hidden * size))
+    if num_after:
+        yield _kept(Tensor.OUTPUT_NORM_INPUTS, params, float(num_after * hidden * size))
+    yield _kept(Tensor.NORM_STATISTICS, Format.FP32, (num_before + num_after) * per_norm * FP32_BYTES / shared)
+    heads = layout.attention_heads_per_rank + layout.query_groups_per_rank
+    if model.qk_layernorm == "all_heads":
+        # In FP32, before and after the division by their root mean square.
+        yield _kept(Tensor.QUERY_KEY_NORMS, Format.FP32, float(2 * heads * layout.kv_channels * FP32_BYTES))
+    elif model.qk_layernorm != "none":
+        statistics = heads * per_norm * FP32_BYTES
+        yield _kept(Tensor.QUERY_KEY_NORMS, params, float(heads * layout.kv_channels * size + statistics))
 
 
 def _kept(tensor: Tensor, name: Format, size: float, scales: Scales | None = None) -> ChartRow:

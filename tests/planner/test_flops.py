@@ -8,7 +8,7 @@ import pytest
 
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.schema import Config
-from megatron_fp8.planner.flops import flops_per_token
+from megatron_fp8.planner.flops import flops_per_token, mean_keys
 from tests.planner.published import GPT3_175B, LLAMA3_8B, config_of
 from tests.ranks import run_on_ranks
 from tests.small_run import VOCAB_SIZE, batches, run_small, small_config
@@ -100,3 +100,15 @@ def test_six_times_the_parameters() -> None:
     flops = flops_per_token(config, layout)
     without = 6 * (layout.num_parameters - 128256 * 4096)
     assert flops.model - 3 * flops.attention == pytest.approx(without, rel=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 0, 1, 5, 30, 31, 32, 1000])
+def test_a_query_reads_the_keys_in_its_window(window: int | None) -> None:
+    model = small_config(model={"window_size": window if window is None else [window, 0]}).model
+    keys = [min(query, query if window is None else window) + 1 for query in range(model.seq_length)]
+    assert mean_keys(model, 0) == pytest.approx(sum(keys) / len(keys))
+
+
+def test_layers_without_the_window_read_all() -> None:
+    model = small_config(model={"window_size": [3, 0], "window_attn_skip_freq": [2]}).model
+    assert mean_keys(model, 0) < 4 < mean_keys(model, 1) == (model.seq_length + 1) / 2
