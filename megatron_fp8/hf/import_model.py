@@ -73,7 +73,8 @@ def import_folder(source: Path, out: Path, settings: ImportSettings, on_tensor: 
     require_new(out)
     if not source.is_dir():
         raise BadInputError(f"{source} is not a folder: use one with config.json and model.safetensors")
-    model = read_model(source / "config.json", settings.seq_length)
+    notes: list[str] = []
+    model = read_model(source / "config.json", settings.seq_length, notes)
     assert model.vocab_size is not None
     assert model.hf_model_type is not None
     family = FAMILIES[model.hf_model_type]
@@ -87,7 +88,7 @@ def import_folder(source: Path, out: Path, settings: ImportSettings, on_tensor: 
     config = _config(model, out, weights, tokenizer is not None)
     if tied_head in weights:
         _require_equal(weights[tied_head], weights[groups[0].theirs[0]])
-    notes = [*_notes_on_files(source, weights), *_notes(tokenizer)]
+    notes += [*_notes_on_files(source, weights), *_notes(tokenizer)]
     with new_folder(out) as place:
         if tokenizer is not None:
             copy_tokenizer(tokenizer, place)
