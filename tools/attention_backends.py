@@ -18,7 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -100,34 +100,46 @@ def _attention(name: str, config: Config) -> Attention:
     return Attention(name, heads, groups // tp, dim, model.seq_length, batch, model.attention_dropout)
 
 
-def chosen(one: Attention, ask: Ask, documents: int | None, deterministic: bool, dtype: str = "bfloat16") -> str:
-    """`cuDNN` or `unfused`; `documents`: how many are kept apart in the micro-batch, None: samples are whole."""
+def chosen(
+    one: Attention,
+    ask: Ask,
+    documents: int | None,
+    deterministic: bool,
+    dtype: str = "bfloat16",
+    layouts: Sequence[str] = (),
+    **form: Any,
+) -> str:
+    """`cuDNN` or `unfused`; `documents`: how many are kept apart in the micro-batch, None: samples are whole.
+
+    `layouts`: of queries, keys and values, by default those of training; `form`: more fields of TE's `AttentionParams`.
+    """
     import torch
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
     packed = documents is not None
     tokens = one.batch * one.seq_length if packed else 0
     # Without rotary positions query, key and value stay in the one tensor that their GEMM wrote.
-    layouts = ["thd_thd_thd"] if packed else ["sbhd_sbhd_sbhd", *(["sbh3d"] if one.heads == one.groups else [])]
+    usual = ["thd_thd_thd"] if packed else ["sbhd_sbhd_sbhd", *(["sbh3d"] if one.heads == one.groups else [])]
     found = set()
-    for layout in layouts:
-        asked = utils.AttentionParams(
-            qkv_dtype=getattr(torch, dtype),
-            qkv_layout=layout,
-            batch_size=documents or one.batch,
-            num_heads=one.heads,
-            num_gqa_groups=one.groups,
+    for layout in layouts or usual:
+        asked = {
+            "qkv_dtype": getattr(torch, dtype),
+            "qkv_layout": layout,
+            "batch_size": documents or one.batch,
+            "num_heads": one.heads,
+            "num_gqa_groups": one.groups,
             **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), one.seq_length),
             **dict.fromkeys(("num_tokens_q", "num_tokens_kv"), tokens),
             **dict.fromkeys(("head_dim_qk", "head_dim_v"), one.head_dim),
-            attn_mask_type="padding_causal" if packed else "causal",
-            core_attention_bias_requires_grad=False,
-            attention_dropout=one.dropout,
-            deterministic=deterministic,
-            softmax_scale=one.head_dim**-0.5,
-        )
+            "attn_mask_type": "padding_causal" if packed else "causal",
+            "core_attention_bias_requires_grad": False,
+            "attention_dropout": one.dropout,
+            "deterministic": deterministic,
+            "softmax_scale": one.head_dim**-0.5,
+            **form,
+        }
         with _on_an_h100(utils, ask):
-            flash, _, fused, _, unfused, _ = utils.get_attention_backend(asked)
+            flash, _, fused, _, unfused, _ = utils.get_attention_backend(utils.AttentionParams(**asked))
         found.add("flash-attn" if flash else "cuDNN" if fused else "unfused" if unfused else "none")
     return " or ".join(sorted(found))
 

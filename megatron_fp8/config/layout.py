@@ -6,6 +6,7 @@ Whether the sizes fit is `config/check.py`'s matter. Imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_fp8.config.layer_kinds import mlp_has_bias, qkv_has_bias
 from megatron_fp8.config.schema import Config, ModelConfig
@@ -246,6 +247,29 @@ def head_parameters(model: ModelConfig, rows: int) -> int:
     """Parameters that the head has for itself, of `rows` vocabulary entries: its weight if untied, its bias."""
     per_row = model.hidden_size if model.untie_embeddings_and_output_weights else 0
     return rows * (per_row + model.add_output_bias)
+
+
+def shape_of_weights(model: ModelConfig) -> dict[str, Any]:
+    """What gives parameters their names and shapes, by key of the `model` section; without the vocabulary."""
+    same = (
+        *("num_layers", "hidden_size", "num_attention_heads", "normalization", "norm_affine", "norm_placement"),
+        *("add_bias_linear", "add_output_bias", "untie_embeddings_and_output_weights", "fuse_qkv_params"),
+    )
+    return {
+        **{key: getattr(model, key) for key in same},
+        "num_query_groups": query_groups(model),
+        "kv_channels": head_size(model),
+        "ffn_hidden_size": mlp_size(model),
+        "activation": (model.activation in GATED_ACTIVATIONS, model.activation.startswith("exact_")),
+        "add_qkv_bias": qkv_has_bias(model),
+        "add_mlp_bias": mlp_has_bias(model),
+        "qk_layernorm": model.qk_layernorm.removesuffix("_after_rope"),
+        "parallel_attention_mlp": model.parallel_attention_mlp == "shared_norm",
+        "softmax_type": model.softmax_type == "learnable",
+        "position_embedding_type": model.position_embedding_type == "learned_absolute",
+        # Rows of the position table, which one of the two gives.
+        **dict.fromkeys(("max_position_embeddings", "seq_length"), position_parameters(model)),
+    }
 
 
 def count_parameters(model: ModelConfig, padded_vocab_size: int) -> int:

@@ -7,6 +7,7 @@ of the config that looks at the environment. Imports no torch.
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import os
 import textwrap
@@ -21,36 +22,15 @@ from pydantic import ValidationError
 
 from megatron_fp8.config.accelerate import read_accelerate
 from megatron_fp8.config.fields import FieldSpec, ValueMismatchError, config_fields, section_doc, to_value
+from megatron_fp8.config.foreign_keys import FOREIGN_KEYS
 from megatron_fp8.config.problem import ConfigError, Problem
 from megatron_fp8.config.schema import Config
 from megatron_fp8.config.source import Source, Written, read_files, read_overrides
 
 DEFAULT = "default"
 FROM_ACCELERATE = "precision.from_accelerate"
-
-# What other programs call a key, where no spelling is near enough to be found by itself.
-_OTHER_NAMES = {
-    "batch_size": "training.micro_batch_size",
-    "learning_rate": "optimizer.lr",
-    "beta1": "optimizer.adam_beta1",
-    "beta2": "optimizer.adam_beta2",
-    "eps": "optimizer.adam_eps",
-    "tp": "parallel.tensor_model_parallel_size",
-    "pp": "parallel.pipeline_model_parallel_size",
-    "vpp": "parallel.virtual_pipeline_model_parallel_size",
-    "num_virtual_stages_per_pipeline_rank": "parallel.virtual_pipeline_model_parallel_size",
-    "cp": "parallel.context_parallel_size",
-    "max_steps": "training.train_iters",
-    "train_steps": "training.train_iters",
-    "num_train_epochs": "training.train_epochs",
-    "num_kv_heads": "model.num_query_groups",
-    "fp8": "precision.mode",
-    "bf16": "precision.mode",
-    "dtype": "precision.mode",
-    "swiglu": "model.activation",
-    "disable_bias_linear": "model.add_bias_linear",
-    "fp8_amax_reduction": "precision.amax_reduction",
-}
+# In a shorter word one other letter makes another word.
+_SHORTEST_WORD = 4
 
 
 @dataclass(frozen=True)
@@ -155,25 +135,59 @@ def _unknown_key(key: str, written: Written) -> Iterator[Problem]:
 
 
 def _nearest(key: str) -> str | None:
-    """The known key that `key` was most likely meant to be, or None."""
+    """The known key that `key` was most likely meant to be, or None.
+
+    The name in another section, another program's name, or a slip of the pen. Names that are only alike mislead:
+    `max_lr` is not `min_lr`.
+    """
     known = config_fields()
-    key = key.replace("-", "_").lower()
-    section, dot, name = key.partition(".")
-    name = name if dot else section
+    key = key.strip("-").replace("-", "_").lower()
+    section, dot, name = key.rpartition(".")
+    section = section.rpartition(".")[2] if dot else name
     elsewhere = [other for other, spec in known.items() if spec.name == name]
     if elsewhere:
         return elsewhere[0]
-    if name in _OTHER_NAMES:
-        return _OTHER_NAMES[name]
+    if name in FOREIGN_KEYS:
+        return FOREIGN_KEYS[name]
     sections = difflib.get_close_matches(section, list(Config.model_fields), n=1, cutoff=0.7)
     if sections and not dot:
         return f"section {sections[0]}"
     same_section = {spec.name: other for other, spec in known.items() if spec.section == section}
     all_names = {spec.name: other for other, spec in known.items()}
     for names in (same_section, all_names):
-        for match in difflib.get_close_matches(name, names, n=1, cutoff=0.6):
-            return names[match]
+        near = [other for other in names if _is_slip(name, other)]
+        if near:
+            return names[difflib.get_close_matches(name, near, n=1, cutoff=0.0)[0]]
     return None
+
+
+def _is_slip(written: str, meant: str) -> bool:
+    """Whether a name is another but for its underscores, two letters exchanged, or one too many, missing or wrong.
+
+    In each word of it: words that are whole and other words are no slip.
+    """
+    if written.replace("_", "") == meant.replace("_", ""):
+        return True
+    words, others = written.split("_"), meant.split("_")
+    differing = [pair for pair in zip(words, others, strict=False) if pair[0] != pair[1]]
+    return len(words) == len(others) and len(differing) == 1 and _is_misspelt(*differing[0])
+
+
+def _is_misspelt(word: str, meant: str) -> bool:
+    """Whether a word of some length became another by one slip; `s` at the end is one in any word."""
+    if word.rstrip("s") == meant.rstrip("s"):
+        return True
+    start = _num_common(word, meant)
+    end = _num_common(word[start:][::-1], meant[start:][::-1])
+    rest, other = word[start : len(word) - end], meant[start : len(meant) - end]
+    is_one = (len(rest), len(other)) in ((1, 1), (0, 1), (1, 0)) or (len(rest) == 2 and rest == other[::-1])
+    # Another number is another thing.
+    return is_one and (rest + other).isalpha() and min(len(word), len(meant)) >= _SHORTEST_WORD
+
+
+def _num_common(text: str, other: str) -> int:
+    """Letters that both begin with."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
 
 
 def _wrong_value(spec: FieldSpec, written: Written, reason: str) -> Problem:

@@ -14,10 +14,11 @@ from typing import Any
 import yaml
 
 from megatron_fp8.config.fields import config_fields
+from megatron_fp8.config.layout import shape_of_weights
 from megatron_fp8.config.problem import Problem, show_value
 from megatron_fp8.config.rules_optimizer import decay_end, decays_from, learning_rate
 from megatron_fp8.config.run_start import START, Position
-from megatron_fp8.config.schema import Config, OptimizerConfig, TrainingConfig
+from megatron_fp8.config.schema import Config, ModelConfig, OptimizerConfig, TrainingConfig
 
 # Change what is computed from which weights, or which sample comes next.
 _FIXED_SECTIONS = ("model",)
@@ -29,6 +30,7 @@ _FREE_IN_FIXED_SECTIONS = (
     "model.hidden_dropout",
     "model.attention_dropout",
     "model.init_method_std",
+    "model.hf_model_type",
 )
 _OF_SCHEDULE = ("optimizer.",)
 _OVERRIDE = "checkpoint.override_opt_param_scheduler=true"
@@ -65,14 +67,14 @@ def compare_with_saved(
 ) -> tuple[list[Problem], list[str]]:
     """(what forbids to go on from a checkpoint whose config was `saved_text`, in YAML; what a person should know).
 
-    `weights_only`: of the saved run nothing but the weights is taken, so that only the model must be the same.
+    `weights_only`: of the saved run nothing but the weights is taken, so that only they must fit the model.
     `position`: where the run goes on.
     """
     problems, notes = [], []
     differences = list(_differences(config, saved_text))
+    if weights_only:
+        return _compare_weights(config.model, differences)
     for key, now, before in differences:
-        if weights_only and not key.startswith(_FIXED_SECTIONS):
-            continue
         if _is_fixed(key):
             reason = (
                 f"the checkpoint was made with {show_value(before)}, which is another model or another sample order"
@@ -87,11 +89,30 @@ def compare_with_saved(
         elif not key.startswith(_SILENT):
             remark = f": {_REMARKS[key]}" if key in _REMARKS else ""
             notes.append(f"{key} is {show_value(now)}, was {show_value(before)}{remark}")
-    if not weights_only:
-        before = _schedule_before(config, differences)
-        problems += _another_decay(config, before, differences, position.iteration)
-        notes += _another_rate(config, before, position.iteration)
+    before = _schedule_before(config, differences)
+    problems += _another_decay(config, before, differences, position.iteration)
+    notes += _another_rate(config, before, position.iteration)
     return problems, notes
+
+
+def _compare_weights(model: ModelConfig, differences: list[tuple[str, Any, Any]]) -> tuple[list[Problem], list[str]]:
+    """Keys that give parameters other names or shapes are refused; what else makes another model is said."""
+    in_model = [(key.removeprefix("model."), now, before) for key, now, before in differences if _is_model(key)]
+    saved = model.model_copy(update={name: before for name, _, before in in_model})
+    wanted, stored = shape_of_weights(model), shape_of_weights(saved)
+    problems, notes = [], []
+    for name, now, before in in_model:
+        key = f"model.{name}"
+        if wanted.get(name) != stored.get(name) or (name == "vocab_size" and None not in (now, before)):
+            reason = f"the checkpoint's weights have the names and shapes of {show_value(before)}"
+            problems.append(Problem(key, now, reason, f"{key}={show_value(before)}"))
+        elif _is_fixed(key):
+            notes.append(f"{key} is {show_value(now)}, was {show_value(before)} where the weights come from")
+    return problems, notes
+
+
+def _is_model(key: str) -> bool:
+    return key.startswith("model.")
 
 
 def _schedule_before(config: Config, differences: list[tuple[str, Any, Any]]) -> Config:

@@ -33,10 +33,10 @@ def family_for(model: ModelConfig) -> Family:
     raise ConfigError.from_problems(found[nearest])
 
 
-def read_model(path: Path, seq_length: int | None) -> ModelConfig:
+def read_model(path: Path, seq_length: int | None, notes: list[str] | None = None) -> ModelConfig:
     """Our `model` section for a `config.json`; `seq_length`: tokens per sample (None: all positions).
 
-    Raises ConfigError with every value that is not supported.
+    What training would do otherwise is added to `notes`. Raises ConfigError with every value that is not supported.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -55,6 +55,8 @@ def read_model(path: Path, seq_length: int | None) -> ModelConfig:
     assert family is not None
     ours = family.values(settings)
     settings.finish()
+    if notes is not None:
+        notes += settings.notes
     ours["seq_length"] = seq_length or ours["max_position_embeddings"]
     if ours["position_embedding_type"] != "rope" and ours["seq_length"] > ours["max_position_embeddings"]:
         reason = f"the model has {ours['max_position_embeddings']} positions"

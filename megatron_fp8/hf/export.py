@@ -13,20 +13,13 @@ from megatron_fp8.checkpoint.plain_index import MASTER
 from megatron_fp8.checkpoint.saved_model import kept_checkpoint, read_config
 from megatron_fp8.config.problem import first_few
 from megatron_fp8.config.schema import Config
-from megatron_fp8.data.tokenizer import AUTO, END_OF_DOCUMENT, HUGGING_FACE, Tokenizer
+from megatron_fp8.data.tokenizer import AUTO, HUGGING_FACE, Tokenizer
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf import family_for
 from megatron_fp8.hf.family import Family
-from megatron_fp8.hf.folder import (
-    TOKENIZER,
-    copy_tokenizer,
-    describe_tokenizer,
-    new_folder,
-    require_new,
-    require_tokenizer,
-    write_shards,
-)
+from megatron_fp8.hf.folder import new_folder, require_new, write_shards
 from megatron_fp8.hf.mapping import HFSettings, OnTensor, TensorGroup, to_theirs
+from megatron_fp8.hf.tokenizer_files import TOKENIZER, copy_tokenizer, describe_tokenizer, require_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,17 +90,20 @@ def _export(checkpoint: Path, folder: Path, settings: ExportSettings, on_tensor:
     dtype = settings.dtype or (mode if mode in ("fp32", "fp16") else "bf16")
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     description = family.config_json(config.model, vocab_size)
+    notes = list(_notes(config, family))
     with new_folder(folder) as place:
         if tokenizer is not None:
             copy_tokenizer(tokenizer, place)
             num_positions = config.model.max_position_embeddings or config.model.seq_length
-            description |= describe_tokenizer(place, num_positions, config.data.eod_token or END_OF_DOCUMENT)
+            ids, of_tokenizer = describe_tokenizer(place, num_positions, config.data.eod_token, vocab_size)
+            description |= ids
+            notes += of_tokenizer
         description["torch_dtype"] = str(torch_dtype).removeprefix("torch.")
         (place / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
         shapes = {name: shape for group in groups for name, shape in group.their_shapes.items()}
         tensors = _tensors(reader, groups, on_tensor)
         num_bytes = write_shards(place, shapes, torch_dtype, settings.max_shard_bytes, tensors)
-    return Exported(checkpoint, dtype, num_bytes, tuple(_notes(config, family)))
+    return Exported(checkpoint, dtype, num_bytes, tuple(notes))
 
 
 def _tokenizer(config: Config, settings: ExportSettings) -> Path:

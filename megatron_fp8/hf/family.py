@@ -61,7 +61,14 @@ class Family:
 
     def tensor_groups(self, model: ModelConfig, vocab_size: int) -> Iterator[TensorGroup]:
         """All tensors of a model, ours beside theirs, in forward order."""
-        return tensor_groups(model, self.names(model) if callable(self.names) else self.names, vocab_size)
+        return tensor_groups(model, self._names(model), vocab_size)
+
+    def tied_head(self, model: ModelConfig) -> str | None:
+        """The name under which files may hold the embedding once more, or alone; None where the head is its own."""
+        return None if model.untie_embeddings_and_output_weights else f"{self._names(model).head}.weight"
+
+    def _names(self, model: ModelConfig) -> TensorNames:
+        return self.names(model) if callable(self.names) else self.names
 
     def values(self, settings: HFSettings) -> dict[str, Any]:
         """The `model` section for a `config.json`, without `seq_length`; `settings` collects mistakes."""

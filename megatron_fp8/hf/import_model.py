@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,27 +21,26 @@ from megatron_fp8.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
 from megatron_fp8.checkpoint.manifest import Manifest, write_sums
 from megatron_fp8.checkpoint.plain_index import MASTER
 from megatron_fp8.config.load import dump_config
+from megatron_fp8.config.problem import first_few
 from megatron_fp8.config.schema import Config, ModelConfig
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf import read_model
 from megatron_fp8.hf.families import FAMILIES
-from megatron_fp8.hf.folder import (
-    TIED_HEAD,
+from megatron_fp8.hf.folder import new_folder, require_new
+from megatron_fp8.hf.mapping import OnTensor, TensorGroup, to_ours
+from megatron_fp8.hf.tokenizer_files import (
     TOKENIZER,
-    StoredWeight,
     copy_tokenizer,
     ends_documents,
-    find_weights,
-    new_folder,
-    require_new,
+    require_embeddings,
     require_tokenizer,
 )
-from megatron_fp8.hf.mapping import OnTensor, TensorGroup, to_ours
+from megatron_fp8.hf.weights import StoredWeight, find_weights, unread_files
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MODES = {"BF16": "bf16", "F16": "fp16"}
+_MODES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -73,25 +73,31 @@ def import_folder(source: Path, out: Path, settings: ImportSettings, on_tensor: 
     require_new(out)
     if not source.is_dir():
         raise BadInputError(f"{source} is not a folder: use one with config.json and model.safetensors")
-    model = read_model(source / "config.json", settings.seq_length)
+    notes: list[str] = []
+    model = read_model(source / "config.json", settings.seq_length, notes)
     assert model.vocab_size is not None
     assert model.hf_model_type is not None
     family = FAMILIES[model.hf_model_type]
     groups = list(family.tensor_groups(model, model.vocab_size))
-    weights = find_weights(source, groups, tied=not model.untie_embeddings_and_output_weights)
+    tied_head = family.tied_head(model)
+    weights = find_weights(source, groups, tied_head)
     tokenizer = None
     if settings.with_tokenizer:
         tokenizer = require_tokenizer(settings.tokenizer or source / TOKENIZER)
+        require_embeddings(tokenizer, model.vocab_size)
     config = _config(model, out, weights, tokenizer is not None)
-    if not model.untie_embeddings_and_output_weights and TIED_HEAD in weights:
-        _require_equal(weights[TIED_HEAD], weights[groups[0].theirs[0]])
+    if tied_head in weights:
+        _require_equal(weights[tied_head], weights[groups[0].theirs[0]])
+    notes += [*_notes_on_files(source, weights), *_notes(tokenizer)]
     with new_folder(out) as place:
         if tokenizer is not None:
             copy_tokenizer(tokenizer, place)
-        _write_checkpoint(CheckpointDirectory(place / CHECKPOINTS), config, groups, weights, on_tensor)
+        checkpoints = CheckpointDirectory(place / CHECKPOINTS)
+        if nonfinite := _write_checkpoint(checkpoints, config, groups, weights, on_tensor):
+            notes.append(f"NaN or infinite weights, kept as they are: {first_few(nonfinite)}")
         (place / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     shapes = [shape for group in groups for shape in group.our_shapes.values()]
-    return Imported(out / "config.yaml", sum(math.prod(shape) for shape in shapes), tuple(_notes(tokenizer)))
+    return Imported(out / "config.yaml", sum(math.prod(shape) for shape in shapes), tuple(notes))
 
 
 def _write_checkpoint(
@@ -100,18 +106,21 @@ def _write_checkpoint(
     groups: Sequence[TensorGroup],
     weights: Mapping[str, StoredWeight],
     on_tensor: OnTensor,
-) -> None:
+) -> list[str]:
+    """Write the weights; the names of those that are not finite."""
     from megatron_fp8.checkpoint.tensor_files import NewPiece, write_index, write_pieces
 
     directory = checkpoints.begin(0)
-    written = []
+    written, nonfinite = [], []
     for number, group in enumerate(groups):
         (name, shape), *_ = group.our_shapes.items()
-        (tensor,) = to_ours(group, [_read(weights[theirs]) for theirs in group.theirs])
+        theirs = [_read(weights[name]) for name in group.theirs]
+        nonfinite += [name for name, tensor in zip(group.theirs, theirs, strict=True) if not tensor.isfinite().all()]
+        (tensor,) = to_ours(group, theirs)
         # A file each: the ranks that load share the files.
         piece = NewPiece(MASTER + name, shape, (0,) * len(shape), tensor.float())
         written += write_pieces(directory / f"__0_{number}.distcp", [piece])
-        del tensor, piece
+        del theirs, tensor, piece
         on_tensor(name, len(groups), number + 1)
     write_index(directory, written)
     write_sums(directory, 0, sorted(path.name for path in directory.iterdir()))
@@ -125,23 +134,41 @@ def _write_checkpoint(
             written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
     )
+    return nonfinite
 
 
 def _config(model: ModelConfig, out: Path, weights: Mapping[str, StoredWeight], with_tokenizer: bool) -> Config:
     """A config to fine-tune with; what the model does not determine is a modest start."""
-    dtypes = {weight.dtype for weight in weights.values()}
     name = re.sub(r"[^A-Za-z0-9._-]", "-", out.absolute().name).lstrip("._-") or "model"
     return Config.model_validate(
         {
             "run": {"name": f"{name}-finetuned"},
             "model": model.model_dump(),
-            "precision": {"mode": _MODES.get("".join(dtypes), "fp32")},
+            "precision": {"mode": _MODES[_main_dtype(weights)]},
             "training": {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 1000, "eval_iters": 0},
             "optimizer": {"lr": 1e-5, "min_lr": 1e-6, "lr_warmup_iters": 100},
             "data": {"tokenizer_model": str(out.absolute() / TOKENIZER) if with_tokenizer else None},
             "checkpoint": {"load": str(out.absolute()), "load_weights_only": True},
         }
     )
+
+
+def _main_dtype(weights: Mapping[str, StoredWeight]) -> str:
+    """The format of most of the weights: norms are often kept in FP32 beside matrices in BF16."""
+    sizes: Counter[str] = Counter()
+    for weight in weights.values():
+        sizes[weight.dtype] += math.prod(weight.shape)
+    return sizes.most_common(1)[0][0]
+
+
+def _notes_on_files(source: Path, weights: Mapping[str, StoredWeight]) -> Iterator[str]:
+    main = _main_dtype(weights)
+    others = sorted(f"{name} ({weight.dtype})" for name, weight in weights.items() if weight.dtype != main)
+    if others:
+        what = f"weights are in {main} but for {first_few(others)}"
+        yield f"{what}: precision.mode is {_MODES[main]}, and the checkpoint holds all exactly"
+    if unread := unread_files(source):
+        yield f"not read, as transformers does not read them: {first_few(unread)}"
 
 
 def _read(weight: StoredWeight) -> Tensor:

@@ -13,8 +13,8 @@ from megatron_fp8.hf.mapping import HFSettings
 # Theirs -> ours. Transformer Engine's GELU is the approximation by tanh.
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu": "exact_geglu",
          "relu": "reglu"}  # fmt: skip
-PLAIN = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "exact_gelu", "relu": "relu", "relu2": "srelu",
-         "silu": "silu", "swish": "silu", "quick_gelu": "qgelu"}  # fmt: skip
+PLAIN = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu": "exact_gelu", "relu": "relu",
+         "relu2": "srelu", "silu": "silu", "swish": "silu", "quick_gelu": "qgelu"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Tied:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Several keys that are `hidden_dropout` here, so that they must agree; ours is written to all."""
+    """Several keys that are `hidden_dropout` here, of which the first counts; ours is written to all."""
 
     keys: tuple[str, ...]
     default: float = 0.0
@@ -193,8 +193,7 @@ class Dropout:
         first, *others = ((key, settings.get(key, self.default)) for key in self.keys)
         for key, value in others:
             if value != first[1]:
-                reason = f"{first[0]} is {first[1]}, and model.hidden_dropout stands for both"
-                settings.reject(key, value, reason, f"a model with {key}={first[1]}")
+                settings.notes.append(f"{key}={value} is left out: model.hidden_dropout is {first[0]}={first[1]}")
         return {"hidden_dropout": first[1]}
 
     def write(self, model: ModelConfig) -> Mapping[str, Any]:

@@ -90,13 +90,14 @@ def _stack(parts: Sequence[Tensor], num_blocks: int) -> Tensor:
 
 
 class HFSettings:
-    """The values of a Hugging Face `config.json`; mistakes are collected, and which keys were read."""
+    """The values of a Hugging Face `config.json`; mistakes and notes are collected, and which keys were read."""
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:
         self._values = values
         self._path = path
         self._read: set[str] = set()
         self.problems: list[Problem] = []
+        self.notes: list[str] = []
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value; `default` where it is missing or null."""

@@ -140,7 +140,7 @@ def test_a_choice_names_the_nearest_one(tmp_path: Path) -> None:
         ("optimiser.lr", "optimizer.lr"),
         ("parallel.tensor-model-parallel-size", "parallel.tensor_model_parallel_size"),
         ("optimizer.learning_rate", "optimizer.lr"),
-        ("training.batch_size", "training.micro_batch_size"),
+        ("training.batch_size", "training.micro_batch_size or training.global_batch_size"),
         ("modle", "section model"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,22 @@ HIDDEN, LONGEST, LAYERS = HEADS * SIZE, 16, 2
 PASSES = [{0: 5, 1: 2, 2: 3}, {0: 1, 1: 1, 2: 1}, {0: 1, 2: 1, 3: 4}, {2: 1, 3: 1}, {2: 1, 3: 1}]
 
 
-def layers(dtype: torch.dtype, qkv_format: str) -> torch.nn.ModuleList:
+# Forms of attention, with windows and caps so small that they matter.
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window_size": (3, 0)},
+    "sinks": {"softmax_type": "learnable"},
+    "sinks in a window": {"softmax_type": "learnable", "window_size": (3, 0)},
+    "off by one": {"softmax_type": "off-by-one"},
+    "cap": {"softcap": 0.02},
+    "cap in a window": {"softcap": 0.02, "window_size": (3, 0)},
+    "norms of heads": {"qk_norm_type": "RMSNorm"},
+}
+
+
+def layers(dtype: torch.dtype, qkv_format: str, form: dict[str, Any]) -> torch.nn.ModuleList:
     torch.manual_seed(0)
-    return torch.nn.ModuleList(
+    made = torch.nn.ModuleList(
         te.TransformerLayer(
             HIDDEN,
             2 * HIDDEN,
@@ -32,17 +46,23 @@ def layers(dtype: torch.dtype, qkv_format: str) -> torch.nn.ModuleList:
             attention_dropout=0.0,
             params_dtype=dtype,
             device="cuda",
+            **form,
         )
         for number in range(LAYERS)
     ).eval()
+    if form.get("softmax_type") == "learnable":
+        for layer in made:
+            torch.nn.init.uniform_(layer.self_attention.core_attention.softmax_offset, 0.0, 2.0)
+    return made
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
 @pytest.mark.parametrize("paged", [False, True], ids=["one page", "pages"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_cached_pass_is_the_end_of_a_whole_one(qkv_format: str, paged: bool, dtype: torch.dtype) -> None:
-    model, batch_axis = layers(dtype, qkv_format), qkv_format.index("b")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_cached_pass_is_the_end_of_a_whole_one(form: str, qkv_format: str, paged: bool, dtype: torch.dtype) -> None:
+    model, batch_axis = layers(dtype, qkv_format, FORMS[form]), qkv_format.index("b")
     rope = RotaryPositionEmbedding(SIZE)(LONGEST)
     inputs = torch.randn(4, LONGEST, HIDDEN, generator=torch.Generator("cuda").manual_seed(1)).to(dtype)
     pages = {"is_paged": True, "page_size": 4, "total_num_pages": 3 * LONGEST // 4} if paged else {}
@@ -62,10 +82,18 @@ def test_a_cached_pass_is_the_end_of_a_whole_one(qkv_format: str, paged: bool, d
             lengths[number] += new
     for number, parts in seen.items():
         whole = inputs[number, : lengths[number]].unsqueeze(batch_axis)
-        for layer in layers(dtype, qkv_format):
+        for layer in layers(dtype, qkv_format, FORMS[form]):
             whole = layer(whole, rotary_pos_emb=rope)
         tolerance = 1e-5 if dtype == torch.float32 else 0.05
         torch.testing.assert_close(torch.cat(parts), whole.squeeze(batch_axis), atol=tolerance, rtol=tolerance)
+
+
+@torch.no_grad()
+def test_each_form_gives_other_numbers() -> None:
+    inputs = torch.randn(LONGEST, 1, HIDDEN, generator=torch.Generator("cuda").manual_seed(1))
+    outs = [layers(torch.float32, "sbhd", form)[0](inputs) for form in FORMS.values()]
+    for index, out in enumerate(outs):
+        assert all((out - other).abs().max() > 1e-4 for other in outs[:index])
 
 
 def test_new_tokens_of_packed_sequences_are_put_behind_the_old_ones() -> None:

@@ -15,7 +15,7 @@ from megatron_fp8.config.check import fitting_world_sizes
 from megatron_fp8.config.layout import derive_layout
 from megatron_fp8.config.load import load_config
 from megatron_fp8.config.schema import Config
-from tools import attention_backends, library_order
+from tools import attention_backends, attention_forms, library_order
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_libraries = pytest.mark.skipif(
@@ -99,6 +99,36 @@ def test_the_libraries_give_the_table_of_the_docs() -> None:
     finally:
         answers.close()
     assert attention_backends.in_docs(attention_backends.PAGE.read_text(encoding="utf-8")) == table
+
+
+def test_forms_of_attention_are_fused_by_the_stand_in_as_the_docs_say() -> None:
+    """Transformer Engine's own selection, with the stand-in's answers for cuDNN's."""
+    from megatron_fp8 import cpu
+
+    cpu.install()
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.attention.dot_product_attention.utils import FusedAttentionParams
+
+    answer = tex.get_fused_attn_backend
+
+    def ask(fields: dict[str, float]) -> tuple[int, str]:
+        backend, reason = answer(FusedAttentionParams(**fields))
+        return int(backend), reason
+
+    assert attention_forms.in_docs() == attention_backends.markdown(attention_forms.rows(ask))
+
+
+@needs_libraries
+def test_the_libraries_give_the_table_of_forms() -> None:
+    from megatron_fp8 import cpu
+
+    cpu.install()
+    answers = attention_backends.Answers()
+    try:
+        table = attention_backends.markdown(attention_forms.rows(answers.ask))
+    finally:
+        answers.close()
+    assert attention_forms.in_docs() == table
 
 
 @needs_libraries

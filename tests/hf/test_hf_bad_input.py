@@ -19,7 +19,8 @@ from megatron_fp8.config.problem import ConfigError
 from megatron_fp8.config.schema import ModelConfig
 from megatron_fp8.errors import BadInputError
 from megatron_fp8.hf import family_for
-from megatron_fp8.hf.folder import divide, read_folder, write_shards
+from megatron_fp8.hf.folder import divide, write_shards
+from megatron_fp8.hf.weights import read_folder
 from tests.command_line import exit_code
 from tests.hf.our_models import convert
 from tests.hf.their_models import LLAMA, MODELS, make_folder
@@ -124,7 +125,7 @@ def test_gpt2_switches_and_positions(capsys, tmp_path) -> None:
     text = refused(capsys, "import", tmp_path / "gpt2", tmp_path / "out", "--no-tokenizer", "--seq-length", 25)
     assert "--seq-length = 25" in text
     path = tmp_path / "gpt2" / "config.json"
-    changes = {"activation_function": "mish", "scale_attn_by_inverse_layer_idx": True, "embd_pdrop": 0.5}
+    changes = {"activation_function": "mish", "scale_attn_by_inverse_layer_idx": True}
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     text = refused(capsys, "import", tmp_path / "gpt2", tmp_path / "out", "--no-tokenizer")
     assert all(f"{key} = " in text for key in changes)
@@ -137,7 +138,7 @@ def test_folders_that_are_not_whole(capsys, folder, tmp_path) -> None:
     shard.write_bytes(shard.read_bytes()[:-10])
     assert str(shard) in refused(capsys, "import", folder, out, "--no-tokenizer")
     shard.unlink()
-    assert str(shard) in refused(capsys, "import", folder, out, "--no-tokenizer")
+    assert shard.name in refused(capsys, "import", folder, out, "--no-tokenizer")
     (folder / "model.safetensors.index.json").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
     assert "pytorch_model.bin is a pickle" in refused(capsys, "import", folder, out, "--no-tokenizer")

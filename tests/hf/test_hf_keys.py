@@ -67,7 +67,8 @@ def test_every_key_is_used_or_harmless_or_refused(tmp_path: Path, model_type: st
 
     def read(values: dict[str, Any]) -> Any:
         path.write_text(json.dumps(values))
-        return read_model(path, 8)
+        notes: list[str] = []
+        return read_model(path, 8, notes), notes
 
     model = read(plain)
     ignored = []

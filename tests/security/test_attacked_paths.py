@@ -35,8 +35,8 @@ from megatron_fp8.checkpoint.manifest import (
 )
 from megatron_fp8.checkpoint.plain_index import INDEX, read_plain_index
 from megatron_fp8.errors import BadInputError
-from megatron_fp8.hf.folder import INDEX as HF_INDEX
-from megatron_fp8.hf.folder import read_folder
+from megatron_fp8.hf.weights import INDEX as HF_INDEX
+from megatron_fp8.hf.weights import read_folder
 from megatron_fp8.report.wandb_sink import ID_FILE, run_id_of
 
 OUTSIDE = ["../other/file", "/etc/passwd", "sub/../../file", "sub/file", "..", ".", ""]

@@ -23,7 +23,7 @@ from megatron_fp8.data.order import build_order, load_order, save_order
 from megatron_fp8.data.token_file import TokenFileError, idx_path, read_index
 from megatron_fp8.data.tokenizer import Tokenizer, TokenizerError
 from megatron_fp8.errors import BadInputError
-from megatron_fp8.hf.folder import read_folder
+from megatron_fp8.hf.weights import read_folder
 from megatron_fp8.prepare.token_file_writer import TokenFileWriter
 
 
