@@ -1,7 +1,7 @@
 """Encodes texts into Megatron token files, one PREFIX_KEY_document.bin/.idx pair per key.
 
-Inputs are JSON Lines, Parquet, or text files (each a document), plain, .gz or .zst. The files' bytes do not depend on
---workers. After a kill at any time, the same command resumes. Needs no torch.
+Inputs are JSON Lines, Parquet, or text files (each a document), plain, .gz, .zst, .bz2 or .xz. The bytes
+written do not depend on --workers. After a kill at any time, the same command resumes. Needs no torch.
 Exit codes: 0: written; 1: a worker was killed; 2: wrong input or option; 130: interrupted.
 """
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_fp8.commands.progress_bars import EncodingProgress
 from megatron_fp8.data.tokenizer import END_OF_DOCUMENT, HUGGING_FACE, TOKENIZER_TYPES, Tokenizer, TokenizerError
 from megatron_fp8.prepare.encode import BrokenLineError, Settings, TokenizerFile, WorkerEndedError
-from megatron_fp8.prepare.input_files import FORMATS, InputError, InputFile, find_inputs
+from megatron_fp8.prepare.input_files import FORMATS, InputError, InputFile, find_inputs, skipped_inputs
 from megatron_fp8.prepare.preprocess import (
     SAVE_SECONDS,
     Execution,
@@ -36,6 +37,7 @@ from megatron_fp8.prepare.train_tokenizer import (
 )
 
 _GPT2_TYPE = "GPT2BPETokenizer"
+_SHOWN_SKIPPED = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _exit(130, "interrupted; run the same command to resume")
     else:
         _print_summary(done, options, time.perf_counter() - start)
+        _print_inputs(files, options)
 
 
 def _exit(code: int, message: str) -> None:
@@ -88,9 +91,10 @@ def make_parser() -> argparse.ArgumentParser:
     texts.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders or patterns")
     texts.add_argument(
         "--input-format",
+        "--format",
         choices=FORMATS,
         default="auto",
-        help="auto: by suffix; without a known one, named files are jsonl and files in folders text",
+        help="auto: by suffix; others are skipped in folders and patterns, and refused if named",
     )
     texts.add_argument("--json-keys", nargs="+", default=["text"], help="keys or columns to encode (default: text)")
     texts.add_argument(
@@ -262,6 +266,17 @@ def _train_tokenizer(options: argparse.Namespace, settings: Settings, files: lis
     fewer = tokenizer.vocab_size < options.train_bpe
     why = f"; the texts have too few pairs to merge for --train-bpe {options.train_bpe:,}" if fewer else ""
     print(f"wrote {path}: {tokenizer.vocab_size:,} tokens{why}")
+
+
+def _print_inputs(files: list[InputFile], options: argparse.Namespace) -> None:
+    """What was read as what, and what was not read."""
+    counts = Counter(file.format for file in files)
+    print("files read as " + ", ".join(f"{kind}: {count:,}" for kind, count in sorted(counts.items())))
+    skipped = skipped_inputs(options.input, options.input_format)
+    for path in skipped[:_SHOWN_SKIPPED]:
+        print(f"skipped: {path}: no known suffix; --input-format says what such files hold")
+    if len(skipped) > _SHOWN_SKIPPED:
+        print(f"skipped: {len(skipped) - _SHOWN_SKIPPED:,} more files without a known suffix")
 
 
 def _print_summary(done: Progress, options: argparse.Namespace, seconds: float) -> None:

@@ -18,13 +18,15 @@ def _fuse_fp32_attention(backends: ModuleType) -> None:
     """Let TE's `UnfusedDotProductAttention` run TE's `FusedAttnFunc` where that computes the same.
 
     TE's fused attention takes 16-bit inputs only, so FP32 goes through its unfused path, with `[s, s]` scores. On the
-    CPU the fused kernel computes in FP32 anyway. `NVTE_FUSED_ATTN=0`, and what the kernel cannot do, stay on TE's path.
+    CPU the fused kernel computes in FP32 anyway. `NVTE_FUSED_ATTN=0`, what the kernel cannot do, and 16-bit inputs for
+    which TE itself chose that path, with its roundings, stay on it.
     """
     unfused = backends.UnfusedDotProductAttention
     original: Callable[..., Tensor] = unfused.forward
 
     def forward(self: Any, alibi_cache: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or not _is_fusable(self, backends.QuantizedTensorStorage, (q, k, v), kwargs):
+        is_fp32 = q.dtype == backends.torch.float32
+        if args or not is_fp32 or not _is_fusable(self, backends.QuantizedTensorStorage, (q, k, v), kwargs):
             return original(self, alibi_cache, q, k, v, *args, **kwargs)
         arguments = _fused_arguments(self, q, k, v, kwargs)
         fused_args = backends.FusedAttnFwdArgs(

@@ -1,9 +1,11 @@
-"""Finds the input files of preprocessing, and reads their content, plain or compressed with gzip or Zstandard."""
+"""Finds the input files of preprocessing, and reads their content, plain or compressed (gzip, Zstandard, bzip2, xz)."""
 
 from __future__ import annotations
 
+import bz2
 import glob
 import gzip
+import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +21,7 @@ from megatron_fp8.errors import BadInputError
 
 JSONL, PARQUET, TEXT, AUTO = "jsonl", "parquet", "text", "auto"
 FORMATS = (AUTO, JSONL, PARQUET, TEXT)
-_COMPRESSED = (".gz", ".zst")
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _FORMAT_OF_SUFFIX = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), JSONL),
     ".parquet": PARQUET,
@@ -47,41 +49,63 @@ class InputFile:
 def find_inputs(names: Sequence[str], input_format: str, keys: Sequence[str]) -> list[InputFile]:
     """The files that paths, folders and patterns name, in this order, sorted within each folder and pattern.
 
-    A folder stands for all files below it except hidden ones; links are followed. Format `auto`: by suffix; without a
-    known one, named files are JSON Lines and files in folders are text. Raises InputError.
+    A folder stands for all files below it except hidden ones; links are followed. Format `auto`: by suffix; files
+    without a known one are left out of folders and patterns (`skipped_inputs`) and refused if named. Raises InputError.
     """
     found: dict[Path, InputFile] = {}
+    unknown: list[Path] = []
     for name in names:
-        for path, default_format in _paths(name):
+        for path in _paths(name):
+            kind = format_of(path) if input_format == AUTO else input_format
+            if kind is None:
+                unknown.append(path)
+                continue
             place = path.resolve()
             if place in found:
                 also = f", also as {found[place].path}" if found[place].path != path else ""
                 raise InputError(f"{path} is named twice{also}; its texts would be encoded twice")
             status = path.stat()
-            suffix = path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
-            kind = input_format if input_format != AUTO else _FORMAT_OF_SUFFIX.get(suffix.lower(), default_format)
             found[place] = InputFile(path, kind, status.st_size, status.st_mtime_ns)
+    named = [path for path in unknown if str(path) in {str(Path(name)) for name in names}]
+    if named or not found:
+        raise InputError(
+            f"{', '.join(map(str, named or unknown))}: no known suffix ({', '.join(_FORMAT_OF_SUFFIX)}, each also with "
+            f"{', '.join(_COMPRESSED)}); say what it holds with --input-format"
+        )
     for file in found.values():
         _check(file, keys)
     return list(found.values())
 
 
-def _paths(name: str) -> Iterator[tuple[Path, str]]:
-    """(path, format if its suffix is unknown) of each file that `name` stands for."""
+def skipped_inputs(names: Sequence[str], input_format: str) -> list[Path]:
+    """The files in folders and patterns that `find_inputs` leaves out. Raises InputError."""
+    if input_format != AUTO:
+        return []
+    return list(dict.fromkeys(path for name in names for path in _paths(name) if format_of(path) is None))
+
+
+def format_of(path: Path) -> str | None:
+    """The format that a file's suffix says; None if it says nothing."""
+    suffix = path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
+    return _FORMAT_OF_SUFFIX.get(suffix.lower())
+
+
+def _paths(name: str) -> Iterator[Path]:
+    """Each file that `name` stands for."""
     path = Path(name)
     if path.is_dir():
         shown = (file for file in _below(path) if not any(part[0] == "." for part in file.relative_to(path).parts))
         files = sorted(file for file in shown if file.is_file())
         if not files:
             raise InputError(f"{name} is an empty folder")
-        yield from ((file, TEXT) for file in files)
+        yield from files
     elif path.is_file():
-        yield path, JSONL
+        yield path
     elif glob.has_magic(name):
         matching = sorted(Path(match) for match in glob.glob(name, recursive=True))  # noqa: PTH207 (a pattern may be absolute)
         if not any(file.is_file() for file in matching):
             raise InputError(f"no file matches {name}")
-        yield from ((file, JSONL) for file in matching if file.is_file())
+        yield from (file for file in matching if file.is_file())
     elif path.exists():
         raise InputError(f"{name} is neither a file nor a folder; killed work could not resume from it")
     else:
@@ -139,6 +163,10 @@ class Stream:
             self._read = cast(BinaryIO, gzip.GzipFile(fileobj=self._file)).read
         elif path.suffix == ".zst":
             self._read = _Zstandard(self._file).read
+        elif path.suffix == ".bz2":
+            self._read = bz2.BZ2File(self._file).read
+        elif path.suffix == ".xz":
+            self._read = lzma.LZMAFile(self._file).read  # noqa: SIM115 (`_file` is closed)
         else:
             self._file.seek(offset)
             self._read = self._file.read
@@ -161,7 +189,10 @@ class Stream:
             while missing > 0 and (part := self._read(missing)):
                 parts.append(part)
                 missing -= len(part)
-        except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError) as error:
+        except (OSError, zlib.error, zstandard.ZstdError, lzma.LZMAError, EOFError) as error:
+            # What gzip and bz2 say about content is an OSError without a number, unlike what the system says.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
             raise InputError(f"{self._path} is corrupt or truncated: {error}") from error
         return b"".join(parts)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 te = pytest.importorskip("transformer_engine.pytorch")
-from transformer_engine.pytorch.attention.dot_product_attention import backends, dot_product_attention  # noqa: E402
+from transformer_engine.pytorch.attention.dot_product_attention import backends, dot_product_attention, softmax  # noqa: E402
 from transformer_engine.pytorch.cpp_extensions import fused_attn  # noqa: E402
 
 SIZE = 8
@@ -165,20 +165,24 @@ def test_dropout_leaves_the_form(packed: bool, softmax: str, softcap: float, win
     check(form, keeps / 0.75)
 
 
-def path_of(form: Form, monkeypatch: pytest.MonkeyPatch, training: bool = True) -> str:
-    """`fused`, or `unfused` where TE's own Python multiplies and masks."""
+def path_of(form: Form, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What computes: the `fused` kernel, or `unfused` masks and a softmax of all scores."""
     called: list[str] = []
-    for kind, name in ((backends.FusedAttention, "fused"), (backends.UnfusedDotProductAttention, "unfused")):
 
-        def spy(self: Any, *args: Any, _forward: Any = kind.forward, _name: str = name, **kwargs: Any) -> Any:
-            called.append(_name)
-            return _forward(self, *args, **kwargs)
+    def watch(owner: Any, name: str, path: str) -> None:
+        original = getattr(owner, name)
 
-        monkeypatch.setattr(kind, "forward", spy)
-    module = form.module(torch.zeros(form.heads)).train(training)
-    form.run(module, form.tensors())
-    (name,) = called
-    return name
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            called.append(path)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, spy)
+
+    watch(backends, "fused_attn_fwd", "fused")
+    watch(softmax.FusedScaleMaskSoftmax, "forward", "unfused")
+    form.run(form.module(torch.zeros(form.heads)), form.tensors())
+    (path,) = called
+    return path
 
 
 BF16 = {"lengths": (32, 32), "dtype": torch.bfloat16}
@@ -197,6 +201,10 @@ BF16 = {"lengths": (32, 32), "dtype": torch.bfloat16}
         ({"softcap": 30.0}, "unfused"),
         ({"softcap": 30.0, "packed": True}, "unfused"),
         ({"window": 8, "dropout": 0.1}, "unfused"),
+        # FP32 takes the kernel where it can, which TE does not offer it.
+        ({"softmax": "learnable", "packed": True, "dtype": torch.float32}, "fused"),
+        ({"window": 8, "dropout": 0.1, "dtype": torch.float32}, "fused"),
+        ({"softcap": 30.0, "dtype": torch.float32}, "unfused"),
         # cuDNN's.
         ({"softmax": "learnable", "packed": True}, "unfused"),
         ({"softmax": "off-by-one", "packed": True}, "unfused"),

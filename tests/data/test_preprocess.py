@@ -186,6 +186,14 @@ def test_the_tool_writes_files_and_a_summary(
     assert "--append-eod" not in printed
     assert exit_code(tool.main, *[*arguments, "--skip-broken-lines", "--overwrite"]) == 0
     assert "warning: documents are not separated" in capsys.readouterr().out
+    (tmp_path / "in").mkdir()
+    path.replace(tmp_path / "in" / "good.jsonl")
+    (tmp_path / "in" / "part-00002").write_text("no text")
+    arguments[1] = str(tmp_path / "in")
+    assert exit_code(tool.main, *[*arguments, "--skip-broken-lines", "--overwrite"]) == 0
+    named = capsys.readouterr().out
+    assert "files read as jsonl: 1\n" in named
+    assert f"skipped: {tmp_path}/in/part-00002: no known suffix" in named
     for part in ("documents 2", "longest document", "empty documents 1", "broken lines 1", "line 2: a JSON list"):
         assert part in printed
 

@@ -1,7 +1,9 @@
 """Every format gives the texts that were put in, from any position, in bounded blocks."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import zstandard
 
 from megatron_fp8.prepare.encode import BrokenLineError, Settings, TokenizerFile, texts_of
-from megatron_fp8.prepare.input_files import InputError, find_inputs
+from megatron_fp8.prepare.input_files import InputError, find_inputs, skipped_inputs
 from megatron_fp8.prepare.text_blocks import Block, Position, read_blocks
 
 TEXTS = [f"Text {number}: " + "Füße 東京\n" * (number % 5) for number in range(60)]
@@ -41,6 +43,20 @@ def zstandard_frames(folder: Path, texts: Sequence[str]) -> Path:
     return path
 
 
+def bzip2_streams(folder: Path, texts: Sequence[str]) -> Path:
+    path = folder / "texts.jsonl.bz2"
+    content = jsonl(folder, texts).read_bytes()
+    path.write_bytes(bz2.compress(content[:100]) + bz2.compress(content[100:]))
+    return path
+
+
+def xz_streams(folder: Path, texts: Sequence[str]) -> Path:
+    path = folder / "texts.jsonl.xz"
+    content = jsonl(folder, texts).read_bytes()
+    path.write_bytes(lzma.compress(content[:100]) + lzma.compress(content[100:]))
+    return path
+
+
 def parquet(folder: Path, texts: Sequence[str]) -> Path:
     path = folder / "texts.parquet"
     columns = pyarrow.table({"id": list(range(len(texts))), "text": list(texts)})
@@ -57,7 +73,7 @@ def text_files(folder: Path, texts: Sequence[str]) -> Path:
     return folder / "texts"
 
 
-FORMATS = [jsonl, gzipped, zstandard_frames, parquet, text_files]
+FORMATS = [jsonl, gzipped, zstandard_frames, bzip2_streams, xz_streams, parquet, text_files]
 
 
 def blocks(path: Path, start: Position | None = None, block_bytes: int = 200) -> list[Block]:
@@ -89,7 +105,7 @@ def test_every_format_gives_its_texts_from_any_position(write: Write, tmp_path: 
 def test_a_text_file_is_one_document_however_long(tmp_path: Path) -> None:
     long = "many words\n" * 1000
     for name, text in (("a", "short"), ("b", long), ("c", ""), ("d", "end")):
-        (tmp_path / name).write_text(text)
+        (tmp_path / f"{name}.txt").write_text(text)
     found = blocks(tmp_path)
     assert documents(found) == ["short", long, "", "end"]
     assert [len(block.files) for block in found] == [1, 1, 2]
@@ -99,9 +115,9 @@ def test_a_text_file_beyond_the_limit_is_skipped_and_named(tmp_path: Path, monke
     monkeypatch.setattr("megatron_fp8.prepare.text_blocks.MAX_TEXT_BYTES", 1000)
     texts = {"a": "one", "b": "x" * 1001, "c": "x" * 1000, "d": "three"}
     for name, text in texts.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / f"{name}.txt").write_text(text)
     found = blocks(tmp_path)
-    with pytest.raises(BrokenLineError, match=r"b: longer than .* bytes; divide it into several documents"):
+    with pytest.raises(BrokenLineError, match=r"b\.txt: longer than .* bytes; divide it into several documents"):
         documents(found)
     skipping = Settings(TokenizerFile(None, "ByteLevelTokenizer"), skip_broken_lines=True)
     kept = [texts_of(block, skipping) for block in found]
@@ -120,7 +136,7 @@ def test_a_line_beyond_the_limit_is_skipped(tmp_path: Path, monkeypatch: pytest.
     assert found[-1].first_number == 3
 
 
-@pytest.mark.parametrize("write", [gzipped, zstandard_frames, parquet])
+@pytest.mark.parametrize("write", [gzipped, zstandard_frames, bzip2_streams, xz_streams, parquet])
 def test_a_truncated_file_is_named(write: Write, tmp_path: Path) -> None:
     path = write(tmp_path, TEXTS)
     path.write_bytes(path.read_bytes()[:-20])
@@ -226,3 +242,19 @@ def test_a_record_nested_too_deeply_is_a_broken_line(tmp_path: Path) -> None:
     by_key, broken = texts_of(block, Settings(TokenizerFile(None), ("text",), skip_broken_lines=True))
     assert by_key["text"] == ["before"]
     assert [error.line_number for error in broken] == [2]
+
+
+def test_only_known_suffixes_are_read_as_text(tmp_path: Path) -> None:
+    foreign = ["README", "a.csv", "a.jsonl.bak", "page.html", "part-00002"]
+    for name in foreign:
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    for names in ([str(tmp_path)], [str(tmp_path / "*")], [str(tmp_path / "part-00002")]):
+        with pytest.raises(InputError, match=r"part-00002: no known suffix .*--input-format"):
+            find_inputs(names, "auto", ["text"])
+    (tmp_path / "good.jsonl").write_text('{"text": "x"}\n')
+    for name in (str(tmp_path), str(tmp_path / "*")):
+        assert [file.path.name for file in find_inputs([name], "auto", ["text"])] == ["good.jsonl"]
+        assert [path.name for path in skipped_inputs([name], "auto")] == foreign
+        assert {file.format for file in find_inputs([name], "jsonl", ["text"])} == {"jsonl"}
+        assert len(find_inputs([name], "jsonl", ["text"])) == len(foreign) + 1
+        assert skipped_inputs([name], "jsonl") == []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 SIZES = {
-    "vocab_size": 199,
+    "vocab_size": 283,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -20,7 +20,7 @@ SIZES = {
     "pad_token_id": None,
 }
 LLAMA = {**SIZES, "model_type": "llama"}
-GPT2 = {"model_type": "gpt2", "vocab_size": 199, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 24}
+GPT2 = {"model_type": "gpt2", "vocab_size": 283, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 24}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 5000.0}
 LLAMA3 = {
     "rope_type": "llama3",
