@@ -61,8 +61,8 @@ def unfused_attention_warnings(loaded: LoadedConfig, layout: Layout) -> Iterator
     section, _, name = key.partition(".")
     value = getattr(getattr(config, section), name)
     why, use = _WHY_UNFUSED[unfused.cause]
-    if unfused.cause is Cause.DETERMINISM:
-        heads, s = layout.attention_heads_per_rank, layout.seq_length
-        why = why.format(heads=heads, s=s)
+    heads, s = layout.attention_heads_per_rank, layout.seq_length
     many = "" if unfused.is_certain else f" with more than {in_documents(unfused.beyond)}"
-    yield Problem(key, value, f"{why}: a micro-batch{many} {kept}", use, loaded.origins[key])
+    shape = f" ({layout.micro_batch_size} x {heads} heads x {s} x {s} x 4 bytes)" if unfused.cause is Cause.FP32 else ""
+    reason = f"{why.format(heads=heads, s=s)}: a micro-batch{many} {kept}{shape}"
+    yield Problem(key, value, reason, use, loaded.origins[key])

@@ -66,6 +66,29 @@ def test_scores_that_fp32_keeps_on_gpus_are_pointed_out(tmp_path: Path, mode: st
     assert all(said_of_size in warning.reason for warning in warnings)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model.attn_logit_softcapping=50"], "model.attn_logit_softcapping"),
+        (["model.window_size=[99,0]"], None),
+        (["model.window_size=[99,0]", "model.attention_dropout=0.1"], "model.attention_dropout"),
+        (["model.kv_channels=100"], "model.kv_channels"),
+        (["model.kv_channels=264"], "model.kv_channels"),
+        (["model.kv_channels=256"], None),
+        (["model.softmax_type=learnable"], None),
+        (["model.softmax_type=learnable", "data.reset_attention_mask=true"], "model.softmax_type"),
+        (["model.softmax_type=off-by-one", "training.deterministic_mode=true"], "model.softmax_type"),
+        (["model.softmax_scale=0.5"], None),
+    ],
+)
+def test_forms_that_gpus_do_not_fuse_are_pointed_out(tmp_path: Path, overrides: list[str], key: str | None) -> None:
+    """As `docs/gpu.md` lists them."""
+    loaded = load_small(tmp_path, ["precision.mode=bf16", "model.seq_length=8192", *overrides])
+    warnings = config_warnings(loaded, derive_layout(loaded.config, 1, 1000))
+    assert [warning.key for warning in warnings] == ([key] if key else [])
+    assert all("GiB of scores a layer" in warning.reason and warning.use_instead for warning in warnings)
+
+
 APART = ["training.deterministic_mode=true", "data.reset_attention_mask=true", "precision.mode=bf16"]
 
 
