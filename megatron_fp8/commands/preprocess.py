@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_fp8.commands.gpt2_options import GPT2_TYPE, convert_given_files, wrong_gpt2_options
 from megatron_fp8.commands.progress_bars import EncodingProgress
 from megatron_fp8.data.tokenizer import END_OF_DOCUMENT, HUGGING_FACE, TOKENIZER_TYPES, Tokenizer, TokenizerError
 from megatron_fp8.prepare.encode import BrokenLineError, Settings, TokenizerFile, WorkerEndedError
@@ -32,11 +33,9 @@ from megatron_fp8.prepare.token_file_writer import WriterBusyError
 from megatron_fp8.prepare.train_tokenizer import (
     MAX_TRAINING_BYTES,
     MIN_VOCAB_SIZE,
-    convert_gpt2_files,
     train_on_files,
 )
 
-_GPT2_TYPE = "GPT2BPETokenizer"
 _SHOWN_SKIPPED = 20
 
 
@@ -105,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--tokenizer-model", help="tokenizer.json, SentencePiece .model, rank file, or a folder with one"
     )
     tokens.add_argument(
-        "--tokenizer-type", choices=(*TOKENIZER_TYPES, _GPT2_TYPE), default="auto", help="default: detected"
+        "--tokenizer-type", choices=(*TOKENIZER_TYPES, GPT2_TYPE), default="auto", help="default: detected"
     )
     tokens.add_argument("--vocab-file", metavar="JSON", help="GPT-2's vocabulary; with --merge-file")
     tokens.add_argument(
@@ -117,6 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
     tokens.add_argument(
         "--tiktoken-pattern", help="for rank files: gpt2, cl100k_base, o200k_base, v1, v2 or a regular expression"
     )
+    tokens.add_argument("--prepend-bos", action="store_true", help="begin each document with the tokenizer's BOS token")
     tokens.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     tokens.add_argument(
         "--train-bpe", type=int, metavar="VOCAB_SIZE", help="train a byte-level BPE and write it to --tokenizer-model"
@@ -163,11 +163,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
         files = find_inputs(options.input, options.input_format, options.json_keys)
     except (InputError, OSError) as error:
         wrong.append(f"{_input_option(options)}: {error}")
-    wrong += _wrong_gpt2_options(options)
+    wrong += wrong_gpt2_options(options)
     if options.vocab_file is not None and not wrong:
         # Only when nothing else is wrong, since it writes a file.
-        wrong += _convert_gpt2_files(options)
-    is_gpt2 = options.tokenizer_type == _GPT2_TYPE or options.vocab_file is not None or options.merge_file is not None
+        wrong += convert_given_files(options)
+    is_gpt2 = options.tokenizer_type == GPT2_TYPE or options.vocab_file is not None or options.merge_file is not None
     # Without a valid pair of GPT-2 files there is no tokenizer to check.
     wrong_tokenizer = [] if wrong and is_gpt2 else _wrong_tokenizer(options)
     if not (wrong or wrong_tokenizer or options.overwrite):
@@ -176,38 +176,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
     if wrong:
         parser.error("\n".join(wrong))
     return options, files
-
-
-def _wrong_gpt2_options(options: argparse.Namespace) -> list[str]:
-    given = options.vocab_file, options.merge_file
-    if None in given:
-        is_meant = options.tokenizer_type == _GPT2_TYPE or given != (None, None)
-        return (
-            ["--vocab-file, --merge-file: give both, the tokenizer of GPT-2 consists of two files"] if is_meant else []
-        )
-    if options.train_bpe is not None or options.tokenizer_type not in ("auto", _GPT2_TYPE):
-        return ["--vocab-file, --merge-file: they are the tokenizer; omit --train-bpe and --tokenizer-type"]
-    path = _gpt2_path(options)
-    if path.is_dir() or not path.parent.is_dir():
-        return [f"--tokenizer-model {path}: name a file to write the tokenizer to, in an existing directory"]
-    return []
-
-
-def _convert_gpt2_files(options: argparse.Namespace) -> list[str]:
-    """Convert GPT-2's two files to --tokenizer-model, or say what is wrong with them."""
-    path = _gpt2_path(options)
-    try:
-        convert_gpt2_files(Path(options.vocab_file), Path(options.merge_file), options.eod_token, path)
-    except TokenizerError as error:
-        return [f"--vocab-file {options.vocab_file} --merge-file {options.merge_file}: {error}"]
-    if options.tokenizer_model is None:
-        print(f"converted --vocab-file and --merge-file to {path}: name it in a config's data.tokenizer_model")
-    options.tokenizer_model, options.tokenizer_type = str(path), HUGGING_FACE
-    return []
-
-
-def _gpt2_path(options: argparse.Namespace) -> Path:
-    return Path(options.tokenizer_model or f"{options.output_prefix}_tokenizer.json")
 
 
 def _wrong_output(options: argparse.Namespace, files: list[InputFile]) -> list[str]:
@@ -236,12 +204,19 @@ def _wrong_tokenizer(options: argparse.Namespace) -> list[str]:
             return [f"--tokenizer-type {options.tokenizer_type}: --train-bpe makes a {HUGGING_FACE}"]
         if options.eod_token not in (None, END_OF_DOCUMENT):
             return [f"--eod-token {options.eod_token}: --train-bpe uses {END_OF_DOCUMENT}; omit it"]
+        if options.prepend_bos:
+            return ["--prepend-bos: a tokenizer of --train-bpe has no token that begins texts; omit it"]
         if not Path(path).exists():
             return []
     try:
         tokenizer = _settings(options).tokenizer.load()
     except TokenizerError as error:
         return [error.as_option(getattr(options, error.key))]
+    if options.prepend_bos and tokenizer.bos_id is None:
+        return [
+            "--prepend-bos: the tokenizer names no token that begins texts (a template in tokenizer.json, bos_token in "
+            "tokenizer_config.json, BOS of a SentencePiece model); add one there, or omit the option"
+        ]
     if options.train_bpe is not None and tokenizer.vocab_size > options.train_bpe:
         return [
             f"--tokenizer-model {path}: exists and has {tokenizer.vocab_size} tokens, more than --train-bpe "
@@ -252,7 +227,7 @@ def _wrong_tokenizer(options: argparse.Namespace) -> list[str]:
 
 def _settings(options: argparse.Namespace) -> Settings:
     file = TokenizerFile(options.tokenizer_model, options.tokenizer_type, options.eod_token, options.tiktoken_pattern)
-    return Settings(file, tuple(options.json_keys), options.append_eod, options.skip_broken_lines)
+    return Settings(file, tuple(options.json_keys), options.append_eod, options.skip_broken_lines, options.prepend_bos)
 
 
 def _train_tokenizer(options: argparse.Namespace, settings: Settings, files: list[InputFile]) -> None:
@@ -288,7 +263,16 @@ def _print_summary(done: Progress, options: argparse.Namespace, seconds: float) 
         f"{done.text_bytes / done.num_tokens:.2f}  longest document {max(s.longest_tokens for s in states):,} tokens  "
         f"empty documents {sum(s.num_empty for s in states):,}  broken lines {done.num_broken:,}"
     )
+    tokenizer = _settings(options).tokenizer.load()
+    begins = f"begin with id {tokenizer.bos_id} (BOS)" if options.prepend_bos else "begin without BOS"
+    ends = f"end with id {tokenizer.eod_id} (end of document)" if options.append_eod else "do not end with a token"
+    print(f"documents {begins} and {ends}")
     print(f"{seconds:.1f} s")
+    if tokenizer.adds_bos and not options.prepend_bos:
+        print(
+            f"warning: this tokenizer puts id {tokenizer.bos_id} (BOS) before every text, and these documents lack it: "
+            "a model that was trained with it expects --prepend-bos"
+        )
     if not options.append_eod:
         print("warning: documents are not separated; --append-eod ends each with the end-of-document token")
     for error in done.broken:

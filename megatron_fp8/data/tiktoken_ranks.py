@@ -59,6 +59,8 @@ class TiktokenRanks:
         # A custom rank file may be split like a published one and have other ids.
         self.eod_id = published if path.name.partition(".")[0] == name and published >= after else after
         self.vocab_size = self.eod_id + 1
+        self.bos_id: int | None = None
+        self.adds_bos = False
         self._bytes = {rank: token for token, rank in self._ranks.items()} | {self.eod_id: self.eod_token.encode()}
         try:
             self._encoding = self._encoding_of(self._pattern)

@@ -51,6 +51,8 @@ class Tokenizer:
         self.tokenizer_type = tokenizer_type
         self.path = path
         self.eod_id = backend.eod_id
+        self.bos_id = backend.bos_id
+        self.adds_bos = backend.adds_bos
         # Largest id + 1, not the number of tokens: the largest id needs an embedding row.
         self.vocab_size = backend.vocab_size
 

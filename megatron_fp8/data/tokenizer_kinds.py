@@ -49,6 +49,10 @@ class Backend(Protocol):
 
     eod_id: int
     """The id that ends a document."""
+    bos_id: int | None
+    """The id that begins a text where the tokenizer has one."""
+    adds_bos: bool
+    """Whether the tokenizer, called as its own library calls it, puts that id before a text."""
     vocab_size: int
     """Largest id + 1, which is more than the number of tokens where the vocabulary has holes."""
 
@@ -66,6 +70,8 @@ class ByteLevel:
     """
 
     eod_id = NUM_BYTES
+    bos_id: int | None = None
+    adds_bos = False
     vocab_size = NUM_BYTES + 1
 
     def __init__(self, eod_token: str) -> None:
@@ -101,12 +107,23 @@ class HuggingFace:
         self.eod_token = _eod_token(path, vocabulary, eod_token, special)
         self.eod_id = vocabulary[self.eod_token]
         self.vocab_size = max(vocabulary.values()) + 1
+        self.bos_id, self.adds_bos = self._bos(path, vocabulary)
         if self.eod_id in self.encode([self.eod_token])[0]:
             raise TokenizerError(
                 f"{path} encodes {self.eod_token} inside a text as the end of a document: a text could end itself",
                 'set "special": true for the token in its added_tokens, or name another data.eod_token',
                 EOD,
             )
+
+    def _bos(self, path: Path, vocabulary: dict[str, int]) -> tuple[int | None, bool]:
+        """The token before a text by the post-processor, or by the files beside; whether it is put there."""
+        with_special = self._tokenizer.encode("a", add_special_tokens=True)
+        if with_special.special_tokens_mask[:1] == [1]:
+            return with_special.ids[0], True
+        for token, adds in _named_beside(path, "bos_token", "add_bos_token"):
+            if token in vocabulary:
+                return vocabulary[token], adds
+        return None, False
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Ids of each text, without the special tokens that the tokenizer would add before or after it."""
@@ -153,16 +170,22 @@ def _eod_token(path: Path, vocabulary: dict[str, int], asked: str | None, specia
 
 def _end_tokens_beside(path: Path) -> list[str]:
     """The end-of-sequence tokens that files beside a `tokenizer.json` name."""
+    return [token for token, _ in _named_beside(path, "eos_token", "add_eos_token")]
+
+
+def _named_beside(path: Path, role: str, adds: str) -> list[tuple[str, bool]]:
+    """(token, whether it is added to texts) of a role in each file beside a `tokenizer.json` that names one."""
     found = []
     for companion in (path.with_name(name) for name in _COMPANIONS):
         if companion.is_file():
             try:
-                token: Any = json.loads(companion.read_text(encoding="utf-8")).get("eos_token")
+                settings: Any = json.loads(companion.read_text(encoding="utf-8"))
+                token = settings.get(role)
             except (ValueError, AttributeError) as error:
                 raise TokenizerError(f"{companion} is not a JSON object: {error}", "fix or remove it") from error
             content = token.get("content") if isinstance(token, dict) else token
             if isinstance(content, str):
-                found.append(content)
+                found.append((content, settings.get(adds) is True))
     return found
 
 
@@ -183,6 +206,10 @@ class SentencePiece:
         self.eod_token = eod_token or self._own_eod(path)
         self.eod_id = self._model.PieceToId(self.eod_token)
         self.vocab_size: int = self._model.GetPieceSize()
+        begin: int = self._model.bos_id()
+        # The convention of Llama 1 and 2, Mistral and Gemma, whose tokenizers put it before every text.
+        self.bos_id: int | None = begin if begin >= 0 else None
+        self.adds_bos = self.bos_id is not None
         if self._model.IdToPiece(self.eod_id) != self.eod_token:
             raise TokenizerError(f"{path} has no piece {self.eod_token}", self._advice(), EOD)
         # No text encodes to a control piece.

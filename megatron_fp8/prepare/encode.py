@@ -73,6 +73,7 @@ class Settings:
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
     skip_broken_lines: bool = False
+    prepend_bos: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,13 +170,18 @@ def _encode_in_worker(block: Block, settings: Settings) -> EncodedBlock:
 def encode_block(block: Block, tokenizer: Tokenizer, settings: Settings) -> EncodedBlock:
     """Encode every text. Raises BrokenLineError at the first broken record unless they are to be skipped."""
     texts, broken = texts_of(block, settings)
-    by_key = {key: encode_documents(of_key, tokenizer, settings.append_eod) for key, of_key in texts.items()}
+    by_key = {
+        key: encode_documents(of_key, tokenizer, settings.append_eod, settings.prepend_bos)
+        for key, of_key in texts.items()
+    }
     without_contents = replace(block, lines=b"", rows=None, files=())
     return EncodedBlock(without_contents, by_key, len(broken), broken[:_KEPT_BROKEN])
 
 
-def encode_documents(texts: Sequence[str], tokenizer: Tokenizer, append_eod: bool) -> Encoded:
-    """The concatenated ids of `texts`, each followed by `eod_id` if `append_eod`, in the vocabulary's dtype.
+def encode_documents(
+    texts: Sequence[str], tokenizer: Tokenizer, append_eod: bool, prepend_bos: bool = False
+) -> Encoded:
+    """The concatenated ids of `texts`, in the vocabulary's dtype, each between `bos_id` and `eod_id` where asked for.
 
     Empty texts are counted and left out: they would be an end without a beginning.
     """
@@ -187,6 +193,10 @@ def encode_documents(texts: Sequence[str], tokenizer: Tokenizer, append_eod: boo
     tokens = np.concatenate([np.empty(0, dtype), *documents], dtype=dtype, casting="unsafe")
     if append_eod:
         tokens = np.insert(tokens, np.cumsum(lengths), tokenizer.eod_id)
+        lengths += 1
+    if prepend_bos:
+        assert tokenizer.bos_id is not None
+        tokens = np.insert(tokens, np.cumsum(lengths) - lengths, tokenizer.bos_id)
         lengths += 1
     text_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
     return Encoded(tokens, lengths.tolist(), text_bytes, len(texts) - len(documents))

@@ -254,6 +254,7 @@ def digest_of_work(files: Sequence[InputFile], settings: Settings, tokenizer: To
         "tokenizer": [tokenizer.tokenizer_type, hashlib.sha256(content).hexdigest(), tokenizer.eod_id],
         "pattern": settings.tokenizer.tiktoken_pattern,
         "settings": [settings.keys, settings.append_eod, settings.skip_broken_lines],
+        "bos": tokenizer.bos_id if settings.prepend_bos else None,
         "block_bytes": block_bytes,
         "libraries": {name: version(name) for name in _LIBRARIES},
     }
