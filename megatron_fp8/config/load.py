@@ -182,7 +182,7 @@ def _is_misspelt(word: str, meant: str) -> bool:
     rest, other = word[start : len(word) - end], meant[start : len(meant) - end]
     is_one = (len(rest), len(other)) in ((1, 1), (0, 1), (1, 0)) or (len(rest) == 2 and rest == other[::-1])
     # Another number is another thing.
-    return is_one and (rest + other).isalpha() and min(len(word), len(meant)) >= _SHORTEST_WORD
+    return is_one and (rest + other).isalpha() and max(len(word), len(meant)) >= _SHORTEST_WORD
 
 
 def _num_common(text: str, other: str) -> int:

@@ -96,7 +96,7 @@ def kept_by_a_layer(parts: Any) -> Counter:
     precision = stage._precision
     number = next((number for number in range(NUM_LAYERS) if precision.runs_in_fp8(number)), 0)
     layer = stage.layers[number]
-    rope = stage.rotary(128)
+    rope = stage._angles(128)[number]
     tp = parts.groups.tp.size() if parts.config.parallel.sequence_parallel else 1
     hidden = torch.randn(128 // tp, 2, 128, device="cuda").to(precision.params_dtype).requires_grad_()
 
