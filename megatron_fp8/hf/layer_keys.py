@@ -58,7 +58,11 @@ class WindowByLayer:
     def write(self, model: ModelConfig) -> Mapping[str, Any]:
         windows = [window_of(model, layer) is not None for layer in range(model.num_layers)]
         theirs = {"layer_types": [_SLIDING if window else _FULL for window in windows]}
-        return theirs | {"sliding_window": _theirs(model)} | ({self.switch: any(windows)} if self.switch else {})
+        window = _theirs(model)
+        if window is None and not self.switch:
+            # Gemma's class makes the mask of the windows, whether a layer has one or not.
+            window = self.default
+        return theirs | {"sliding_window": window} | ({self.switch: any(windows)} if self.switch else {})
 
 
 @dataclass(frozen=True)

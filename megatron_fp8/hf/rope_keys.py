@@ -59,12 +59,14 @@ _MSCALES = ("mscale", "mscale_all_dim")
 class Rope:
     """RoPE of all layers. `base`, `share`: defaults of its base and of the share of a head that is rotated.
 
-    `base_key`, `share_key`: where older files have them. `outer_original`: the original length is a key of its own
-    (Phi 3). `interleaved`: neighboring features are rotated.
+    `partial`: the class can rotate a share; the others take no notice of the key. `base_key`, `share_key`: where older
+    files have them. `outer_original`: the original length is a key of its own (Phi 3). `interleaved`: neighboring
+    features are rotated.
     """
 
     base: float = 10000.0
     share: float = 1.0
+    partial: bool = False
     base_key: str = "rope_theta"
     share_key: str = "partial_rotary_factor"
     outer_original: bool = False
@@ -80,10 +82,16 @@ class Rope:
         ours = {
             "position_embedding_type": "rope",
             "rotary_base": rope.pop("rope_theta", base),
-            "rotary_percent": rope.pop("partial_rotary_factor", share),
+            "rotary_percent": self._share(settings, rope.pop("partial_rotary_factor", share)),
             "rotary_interleaved": self.interleaved,
         }
         return ours | read_scaling(settings, where, rope)
+
+    def _share(self, settings: HFSettings, share: Any) -> Any:
+        if not self.partial and share != 1.0:
+            reason = "the class rotates whole heads, whatever this says"
+            settings.reject(self.share_key, share, reason, f"a model with {self.share_key}=1.0")
+        return share
 
     def write(self, model: ModelConfig) -> Mapping[str, Any]:
         rope = write_scaling(model) | {"rope_theta": model.rotary_base}

@@ -103,6 +103,8 @@ def test_a_family_that_can_hold_the_model_is_taken(model, family) -> None:
         ),
         ({"rope_scaling": {"type": "proportional", "factor": 2}}, ["rope_scaling.rope_type = proportional"]),
         ({"rope_scaling": {"type": "linear", "factor": 2, "beta": 3}}, ["rope_scaling.beta = 3"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor = 0.5"]),
         ({"rope_scaling": {"type": "dynamic"}}, ["rope_scaling.factor = null"]),
         ({"use_sliding_window": True, "qk_norm": False}, ["use_sliding_window = true", "qk_norm = false"]),
         ({"hidden_size": 60}, ["hidden_size = 60", "num_attention_heads=8"]),

@@ -13,7 +13,7 @@ _SHARED = (
     Choice("hidden_act", "activation", GATED, "silu"),
     Value("rms_norm_eps", "norm_epsilon", 1.5625e-07),
     Biases("attention_bias", False, False, {"attention_bias": True}),
-    Rope(share=0.5, interleaved=True),
+    Rope(share=0.5, partial=True, interleaved=True),
 )
 GLM = Family(
     model_type="glm",

@@ -35,7 +35,7 @@ GPT_NEOX = Family(
         Biases("attention_bias", "attention_bias", True, {"attention_bias": True}),
         Dropout(("hidden_dropout",)),
         _ParallelResidual(),
-        Rope(share=0.25, base_key="rotary_emb_base", share_key="rotary_pct"),
+        Rope(share=0.25, partial=True, base_key="rotary_emb_base", share_key="rotary_pct"),
     ),
     names=TensorNames(
         embedding="gpt_neox.embed_in",

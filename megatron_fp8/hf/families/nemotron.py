@@ -17,7 +17,7 @@ NEMOTRON = Family(
         Fixed({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": True}),
         Value("norm_eps", "norm_epsilon", 1e-5),
         Biases("attention_bias", "attention_bias", "mlp_bias"),
-        Rope(share=0.5),
+        Rope(share=0.5, partial=True),
     ),
     names=TensorNames(fc1=("mlp.up_proj",)),
     examples="Nemotron, Minitron (dense)",

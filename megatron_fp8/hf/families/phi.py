@@ -33,7 +33,7 @@ PHI = Family(
         Biases(True, True, True),
         Dropout(("resid_pdrop", "embd_pdrop")),
         QkNorm("qk_layernorm"),
-        Rope(share=0.5),
+        Rope(share=0.5, partial=True),
     ),
     names=TensorNames(
         query_norm="self_attn.q_layernorm",
@@ -58,7 +58,7 @@ PHI3 = Family(
         # The first files have it, and the class ignores it.
         Only({"attention_bias": False}),
         WindowOfAll(),
-        Rope(outer_original=True),
+        Rope(partial=True, outer_original=True),
     ),
     names=TensorNames(qkv=("self_attn.qkv_proj",), fc1=("mlp.gate_up_proj",)),
     examples="Phi 3, 3.5, 4, 4-mini",
