@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformers import AutoModelForCausalLM
 
 from megatron_fp8.config.load import load_config
@@ -19,8 +21,9 @@ from megatron_fp8.hf.families import FAMILIES
 from megatron_fp8.hf.import_model import ImportSettings, import_folder
 from megatron_fp8.prepare.train_tokenizer import train_bpe
 from tests.generate.models import continuations
+from tests.hf.our_models import logits_of, train_and_save
 from tests.hf.their_configs import MODELS
-from tests.hf.their_models import make_folder, weights_of
+from tests.hf.their_models import logits_of_folder, make_folder, weights_of
 from tests.ranks import run_on_ranks
 from tests.small_run import run_small
 
@@ -84,6 +87,37 @@ def test_every_family_trains_in_fp8(root) -> None:
         assert loss != loss_before, name
         assert loss == pytest.approx(loss_before, rel=5e-3), name
         assert norm == pytest.approx(norm_before, rel=0.1), name
+
+
+# Norms over heads that ranks share, norms of shared heads, biases of the head, one norm for two parts.
+SHARDED = ("olmo2", "gemma3", "phi-qk-norm", "gpt_neox", "falcon-one-norm")
+
+
+def train_and_save_all(configs: list[Config], directories: list[Path]) -> None:
+    for config, directory in zip(configs, directories, strict=True):
+        FP8GlobalStateManager.reset()
+        initialize_rng_tracker(force_reset=True)
+        train_and_save(config, directory)
+
+
+def test_models_trained_on_ranks_go_out_whole(root) -> None:
+    configs = []
+    for name in SHARDED:
+        config = load_config(root / f"{name}-in" / "config.yaml").config
+        parallel = config.parallel.model_copy(update={"tensor_model_parallel_size": 2, "sequence_parallel": True})
+        training = config.training.model_copy(update={"global_batch_size": 2, "train_iters": 2})
+        optimizer = config.optimizer.model_copy(update={"lr": 1e-2, "lr_warmup_iters": 0})
+        changes = {"parallel": parallel, "training": training, "optimizer": optimizer}
+        configs.append(config.model_copy(update=changes))
+    directories = [root / f"{name}-run" / "checkpoints" for name in SHARDED]
+    run_on_ranks(2, train_and_save_all, configs, directories)
+    tokens = torch.randint(0, 250, (2, 16), generator=torch.Generator().manual_seed(1))
+    (ours,) = run_on_ranks(1, logits_of, directories, [tokens] * len(directories))
+    for name, logits in zip(SHARDED, ours, strict=True):
+        settings = ExportSettings("fp32", with_tokenizer=False)
+        export_checkpoint(root / f"{name}-run", root / f"{name}-whole", settings, lambda *_: None)
+        theirs = logits_of_folder(root / f"{name}-whole", tokens)
+        torch.testing.assert_close(logits, theirs, atol=1e-4, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.slow
