@@ -75,6 +75,9 @@ class GPTStage(MegatronModule):  # type: ignore[misc]
         self._rotary = [rotary_embedding(model)] if model.position_embedding_type == "rope" else []
         if model.rotary_base_local is not None:
             self._rotary.append(rotary_embedding(model, local=True))
+        numbers = range(spec.first_layer, spec.first_layer + spec.num_layers)
+        # Which of them each layer has; None: no RoPE.
+        self._rotary_of = [int(uses_local_rope(model, n)) if has_rope(model, n) else None for n in numbers]
         self.layers = nn.ModuleList(self._make_layer(spec.first_layer + i) for i in range(spec.num_layers))
         if spec.post_process:
             self.final_norm = factory.final_norm()
@@ -189,9 +192,8 @@ class GPTStage(MegatronModule):  # type: ignore[misc]
 
     def _angles(self, longest: int) -> list[Tensor | None]:
         """RoPE's angles for each of the stage's layers; None: it has no RoPE."""
-        model, numbers = self._factory.model, range(self.spec.first_layer, self.spec.first_layer + len(self.layers))
         tables = [rotary(max(self._factory.seq_length, longest)) for rotary in self._rotary]
-        return [tables[uses_local_rope(model, n)] if has_rope(model, n) else None for n in numbers]
+        return [None if table is None else tables[table] for table in self._rotary_of]
 
     def _blocks(
         self, hidden: Tensor, cu_seqlens: Tensor | None, longest: int, cache: InferenceParams | None = None

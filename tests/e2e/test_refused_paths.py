@@ -28,6 +28,7 @@ NO_PLACES = {
     "parallel.environment",
     "data.split",
     "data.eod_token",
+    "model.hf_model_type",
     "data.tiktoken_pattern",
     "logging.wandb_project",
     "logging.wandb_entity",
